@@ -1,0 +1,172 @@
+"""What a model is made of: its blocks and its patch embedding."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from wellposed.anatomy.rows import BlockRow, EmbeddingRow, Layout, Position, Tap
+from wellposed.anatomy.table import block_row, embedding_row, unknown_model
+from wellposed.errors import WrappedModelError
+
+BlockSelection = int | slice | Iterable[int] | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tap found in a model: before or after the submodule ``name``."""
+
+    name: str
+    owner: nn.Module
+    side: str
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Block:
+    """A transformer block found in a model."""
+
+    index: int
+    name: str
+    module: nn.Module
+    row: BlockRow
+
+    def place(self, position: Position) -> Place | str:
+        """Where ``position`` is in this block, or why it has none."""
+        tap = self.row.tap(position)
+        return tap if isinstance(tap, str) else find_place(self.name, self.module, tap, self._layout())
+
+    def _layout(self) -> Layout:
+        return self.row.layout_of(self.module)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """A patch embedding found in a model."""
+
+    name: str
+    module: nn.Module
+    row: EmbeddingRow
+
+    def tokens(self) -> Place:
+        return find_place(self.name, self.module, self.row.tokens, self.row.layout_of(self.module))
+
+    def patch_convolution(self) -> tuple[str, nn.Conv2d] | str:
+        """The convolution that reads the patches and its name, or why there is none."""
+        if self.row.patch_convolution is None:
+            return self.row.no_pixels
+        convolution = self.module.get_submodule(self.row.patch_convolution)
+        if not isinstance(convolution, nn.Conv2d):
+            return f"it embeds patches with a {type(convolution).__name__}, not a convolution"
+        is_patchwise = (
+            convolution.kernel_size == convolution.stride
+            and convolution.padding in ((0, 0), "valid")
+            and convolution.dilation == (1, 1)
+        )
+        if not is_patchwise:
+            return (
+                f"its patch convolution overlaps (kernel {convolution.kernel_size}, "
+                f"stride {convolution.stride}), there is no pixel-patch matrix"
+            )
+        return join_names(self.name, self.row.patch_convolution), convolution
+
+
+def blocks(model: nn.Module) -> list[Block]:
+    """All blocks of a model that the table knows, in the order of its modules.
+
+    The index runs through all stages, and through a decoder after its encoder. Raises
+    :class:`~wellposed.errors.UnknownModelError` where there is none.
+    """
+    rows = [(name, module, row) for name, module in model.named_modules() if (row := block_row(module))]
+    if not rows:
+        raise unknown_model(model)
+    return [Block(index, *found) for index, found in enumerate(rows)]
+
+
+def select(found: list[Block], selection: BlockSelection) -> list[Block]:
+    """The blocks that ``blocks=`` names: an index, a slice, several indices, or None for all."""
+    if selection is None:
+        return found
+    if isinstance(selection, slice):
+        chosen = found[selection]
+    else:
+        indices = [selection] if isinstance(selection, int) else list(selection)
+        for index in indices:
+            if not isinstance(index, int) or isinstance(index, bool):
+                raise TypeError(
+                    f"blocks must be an index, a slice or several indices, got {index!r}; "
+                    "blocks=[0, 1] and blocks=slice(0, 6) are examples."
+                )
+            if not -len(found) <= index < len(found):
+                raise IndexError(
+                    f"blocks must be within 0 and {len(found) - 1}, got {index}; "
+                    f"the model has {len(found)} blocks, from {found[0].name} to {found[-1].name}."
+                )
+        chosen = [found[index] for index in sorted({index % len(found) for index in indices})]
+    if not chosen:
+        raise ValueError(f"blocks={selection!r} selects none of the {len(found)} blocks; None selects all.")
+    return chosen
+
+
+def embeddings(model: nn.Module) -> list[Embedding]:
+    """The patch embeddings of a model. Raises where there is none that the table knows."""
+    blocks(model)  # an unknown model gets the error about models
+    found = [
+        Embedding(name, module, row)
+        for name, module in model.named_modules()
+        if (row := embedding_row(module))
+    ]
+    if not found:
+        raise ValueError(
+            f"found no patch embedding that wellposed knows in {type(model).__name__}; "
+            'gray the input of a block instead (where="blocks", blocks=0), or describe it with '
+            "wellposed.anatomy.teach(MyPatchEmbedding, EmbeddingRow(...))."
+        )
+    return found
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise if the model, or a part of it, is compiled, sharded or replicated already."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}.")
+    inner = "edit the model inside (model.module) before wrapping it"
+    for name, module in model.named_modules():
+        if isinstance(module, (DistributedDataParallel, DataParallel, FullyShardedDataParallel)):
+            how, remedy = f"wrapped in {type(module).__name__}", inner
+        elif isinstance(module, FSDPModule):
+            how, remedy = "sharded by fully_shard", "edit it before fully_shard"
+        elif "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            how, remedy = "compiled", "edit it before torch.compile: compiled code would not see the edit"
+        elif isinstance(module, torch.jit.ScriptModule):
+            how, remedy = "TorchScript", "edit the Python model it was made from"
+        else:
+            continue
+        part = f"its part {name!r}" if name else "the model"
+        raise WrappedModelError(f"expected a plain model, but {part} is {how}; {remedy}.")
+
+
+def find_place(name: str, module: nn.Module, tap: Tap, layout: Layout) -> Place:
+    paths = (tap.path,) if isinstance(tap.path, str) else tap.path
+    for path in paths:
+        try:
+            owner = module.get_submodule(path)
+        except AttributeError:
+            continue
+        if isinstance(owner, (nn.Sequential, nn.ModuleList)):
+            raise ValueError(
+                f"{join_names(name, path)} is a {type(owner).__name__}, to which no operation can be added; "
+                "name its first or last element in the row."
+            )
+        return Place(join_names(name, path), owner, tap.side, tap.layout or layout)
+    raise ValueError(
+        f"expected a submodule {' or '.join(map(repr, paths))} in {name} ({type(module).__name__}), found "
+        f"{', '.join(child for child, _ in module.named_children())}; the row in wellposed.anatomy does "
+        "not fit this model, describe it with wellposed.anatomy.teach."
+    )
+
+
+def join_names(*parts: str) -> str:
+    return ".".join(part for part in parts if part)

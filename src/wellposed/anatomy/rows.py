@@ -1,0 +1,148 @@
+"""What the library must know of a block class, as data: one row a class.
+
+A row names the residual adds in the class's ``forward`` and the submodules at which a position of the
+papers (``mlp.end``, ``attention.end``, ...) is reached. Rows are found by the class's full name, so
+that no optional library is imported to look one up.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import nn
+
+Role = Literal["attention", "ffn", "mixer", "local"]
+"""What a skip goes around: attention, the channel MLP, token mixing without attention (an MLP over
+tokens, a depthwise convolution), XCiT's local patch interaction."""
+
+Layout = Literal["NLC", "LNC", "NHWC", "NCHW"]
+"""How tokens lie in a tensor; LNC is the ``batch_first=False`` of PyTorch."""
+
+Position = Literal["block.start", "attention.end", "mlp.start", "mlp.middle", "mlp.end"]
+
+
+@dataclass(frozen=True)
+class Add:
+    """One residual add of a ``forward``: the variable ``skip`` plus a branch, on either side."""
+
+    role: Role
+    skip: str = "x"
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Before or after a submodule: where an operation on tokens can be put.
+
+    ``path`` is relative to the block ("" is the block itself). Several paths are alternatives: the
+    first that exists counts. ``layout`` overrides the row's.
+    """
+
+    side: Literal["before", "after"]
+    path: str | tuple[str, ...]
+    layout: Layout | None = None
+
+
+def before(*path: str, layout: Layout | None = None) -> Tap:
+    return Tap("before", path, layout)
+
+
+def after(*path: str, layout: Layout | None = None) -> Tap:
+    return Tap("after", path, layout)
+
+
+Taps = tuple[tuple[Position, Tap | str], ...]
+"""For each position its tap, or a sentence that says why the block has no such position."""
+
+
+def taps(
+    *,
+    attention: Tap | str,
+    mlp: str | tuple[Tap, Tap] = "mlp",
+    last_linear: str | tuple[str, ...] = "mlp.fc2",
+    start: Tap | str | None = None,
+) -> Taps:
+    """The usual taps of a block.
+
+    Args:
+        attention: a tap for ``attention.end``, or why there is none.
+        mlp: the path of the MLP module, or its (before, after) taps where it is a ``Sequential``, to
+            which no child can be added.
+        last_linear: the MLP's last linear layer; ``mlp.middle`` is what goes into it.
+        start: the tap for ``block.start``; None is the block's first argument.
+    """
+    mlp_start, mlp_end = (before(mlp), after(mlp)) if isinstance(mlp, str) else mlp
+    middle = (last_linear,) if isinstance(last_linear, str) else last_linear
+    return (
+        ("block.start", before("") if start is None else start),
+        ("attention.end", attention),
+        ("mlp.start", mlp_start),
+        ("mlp.middle", before(*middle)),
+        ("mlp.end", mlp_end),
+    )
+
+
+def no_taps(reason: str) -> Taps:
+    return (
+        ("block.start", reason),
+        ("attention.end", reason),
+        ("mlp.start", reason),
+        ("mlp.middle", reason),
+        ("mlp.end", reason),
+    )
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """One block class.
+
+    Args:
+        family: what people call the models it belongs to.
+        adds: the residual adds of ``forward``, in the order of the source.
+        taps: see :func:`taps`.
+        layout: of the tokens at the block's input, or a function of the block that tells.
+        stream: which positional argument of ``forward`` carries the residual stream.
+        substitutions: (expression, replacement) pairs of ``forward``'s source, each found once.
+        unchained: roles whose skip is computed inside ``forward`` by more than a submodule, so that
+            the chain check cannot follow it.
+    """
+
+    family: str
+    adds: tuple[Add, ...]
+    taps: Taps
+    layout: Layout | Callable[[nn.Module], Layout] = "NLC"
+    stream: int = 0
+    substitutions: tuple[tuple[str, str], ...] = ()
+    unchained: tuple[Role, ...] = ()
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles of the adds, each once, in order."""
+        return tuple(dict.fromkeys(add.role for add in self.adds))
+
+    def tap(self, position: Position) -> Tap | str:
+        return dict(self.taps).get(position, f"its row names no {position}")
+
+    def layout_of(self, block: nn.Module) -> Layout:
+        return self.layout(block) if callable(self.layout) else self.layout
+
+
+@dataclass(frozen=True)
+class EmbeddingRow:
+    """One class that makes tokens of images, or that holds the submodules which do.
+
+    Args:
+        family: what people call the models it belongs to.
+        tokens: the tap at which the embedded patches come out, with its layout.
+        patch_convolution: path of the convolution whose kernel is the patch; None where there is no
+            such thing, and then ``no_pixels`` says why.
+        layout: of the tokens there, or a function of the embedding module that tells.
+    """
+
+    family: str
+    tokens: Tap = field(default_factory=lambda: after(""))
+    patch_convolution: str | None = "proj"
+    no_pixels: str = ""
+    layout: Layout | Callable[[nn.Module], Layout] = "NLC"
+
+    def layout_of(self, module: nn.Module) -> Layout:
+        return self.layout(module) if callable(self.layout) else self.layout

@@ -1,0 +1,79 @@
+"""Looking a class up in the table, and teaching it a new one."""
+
+from typing import TypeVar
+
+from torch import nn
+
+from wellposed.anatomy.families import BLOCKS, EMBEDDINGS
+from wellposed.anatomy.rows import BlockRow, EmbeddingRow
+from wellposed.errors import UnknownModelError
+
+_Row = TypeVar("_Row", BlockRow, EmbeddingRow)
+
+
+def teach(cls: type[nn.Module], row: BlockRow | EmbeddingRow) -> None:
+    """Add one's own block class, or patch embedding, to the table.
+
+    .. code-block:: python
+
+        from wellposed.anatomy import Add, BlockRow, after, taps, teach, verify
+
+        # class MyBlock(nn.Module):
+        #     def forward(self, x):
+        #         x = x + self.mix(self.norm1(x))
+        #         return x + self.ff(self.norm2(x))
+
+        teach(MyBlock, BlockRow(
+            family="mine",
+            adds=(Add("attention", skip="x"), Add("ffn", skip="x")),  # in the order of the source
+            taps=taps(attention=after("mix"), mlp="ff", last_linear="ff.out"),
+        ))
+        verify(model, images)  # are these the residual adds? raises if not
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(f"teach needs a subclass of nn.Module, got {cls!r}; pass the class, not a model.")
+    if isinstance(row, BlockRow):
+        BLOCKS[_full_name(cls)] = row
+    elif isinstance(row, EmbeddingRow):
+        EMBEDDINGS[_full_name(cls)] = row
+    else:
+        raise TypeError(f"teach needs a BlockRow or an EmbeddingRow, got {type(row).__name__}.")
+
+
+def block_row(module: nn.Module) -> BlockRow | None:
+    return _look_up(BLOCKS, module)
+
+
+def embedding_row(module: nn.Module) -> EmbeddingRow | None:
+    return _look_up(EMBEDDINGS, module)
+
+
+def families() -> list[str]:
+    """The families of the table."""
+    return list(dict.fromkeys(row.family for row in BLOCKS.values()))
+
+
+def unknown_model(model: nn.Module) -> UnknownModelError:
+    """The error for a model without a known block."""
+    return UnknownModelError(
+        f"found no transformer block that wellposed knows in {type(model).__name__}.\n"
+        f"Known: {'; '.join(families())}.\n"
+        "Teach it your own block class, with the adds of its forward in order:\n"
+        "    from wellposed.anatomy import Add, BlockRow, after, taps, teach, verify\n"
+        "    teach(MyBlock, BlockRow('mine', adds=(Add('attention', skip='x'), Add('ffn', skip='x')),\n"
+        "                            taps=taps(attention=after('attn'), mlp='mlp', last_linear='mlp.fc2')))\n"
+        "    verify(model, images)"
+    )
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _look_up(table: dict[str, _Row], module: nn.Module) -> _Row | None:
+    # A subclass counts as its base; a forward of its own is checked when the seam is made.
+    for cls in type(module).__mro__:
+        row = table.get(_full_name(cls))
+        if row is not None:
+            return row
+    return None

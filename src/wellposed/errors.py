@@ -1,0 +1,13 @@
+"""The errors that a caller may want to tell apart."""
+
+
+class UnknownModelError(ValueError):
+    """The model holds no block class that the library knows."""
+
+
+class WrappedModelError(ValueError):
+    """The model is compiled, sharded or replicated already; edits come before wrapping."""
+
+
+class SeamError(RuntimeError):
+    """A block's source is not the one that its row of the table describes."""

@@ -1,0 +1,105 @@
+"""Token Graying (arXiv 2505.01996) as modules, of tokens and of the pixels under them."""
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.linalg import DEFAULT_FLOOR
+from wellposed.nn import functional
+from wellposed.nn.functional import Method
+
+DEFAULT_EPS: dict[Method, float] = {"spectral": 0.7, "svd": 0.7, "dct": 0.95}
+"""What the paper found best for each method."""
+
+
+class TokenGraying(nn.Module):
+    """Gray tokens (..., N, D): see :func:`wellposed.nn.functional.gray`.
+
+    ``eps=None`` takes the paper's choice for the method. The module has no parameters or buffers and
+    treats training and evaluation alike.
+
+    >>> TokenGraying(0.7, "dct")
+    TokenGraying(eps=0.7, method='dct')
+    """
+
+    def __init__(
+        self,
+        eps: float | None = None,
+        method: Method = "spectral",
+        *,
+        rescale: bool = True,
+        floor: float = DEFAULT_FLOOR,
+    ) -> None:
+        super().__init__()
+        self.eps = DEFAULT_EPS.get(method, 1.0) if eps is None else eps
+        self.method: Method = method
+        self.rescale = rescale
+        self.floor = floor
+        # A wrong setting should fail where it is written, not at the first batch.
+        self._gray(torch.zeros(1, 1))
+
+    def _gray(self, x: Tensor) -> Tensor:
+        return functional.gray(x, self.eps, self.method, rescale=self.rescale, floor=self.floor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._gray(x)
+
+    def extra_repr(self) -> str:
+        literal = "" if self.rescale else ", rescale=False"
+        return f"eps={self.eps}, method={self.method!r}{literal}"
+
+
+class PixelGraying(TokenGraying):
+    """Gray the patch matrix of images (..., C, H, W) and give images back.
+
+    Row n of the matrix is patch n, read as a patch convolution reads it: channel, row, column. As the
+    last step of a torchvision transform it sees one image (C, H, W) and costs the training step
+    nothing; inside a model it sees a batch.
+
+    >>> images = torch.rand(2, 3, 32, 32)
+    >>> PixelGraying(8, eps=0.7)(images).shape
+    torch.Size([2, 3, 32, 32])
+    """
+
+    def __init__(
+        self,
+        patch_size: int | tuple[int, int],
+        eps: float | None = None,
+        method: Method = "spectral",
+        *,
+        rescale: bool = True,
+        floor: float = DEFAULT_FLOOR,
+    ) -> None:
+        super().__init__(eps, method, rescale=rescale, floor=floor)
+        height, width = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
+        if height < 1 or width < 1:
+            raise ValueError(f"patch_size must be positive, got {patch_size}; 16 is usual for ViT.")
+        self.patch_size = (height, width)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not isinstance(images, Tensor):
+            raise TypeError(
+                f"images must be a torch.Tensor (..., C, H, W), got {type(images).__name__}; put "
+                "v2.ToImage() and v2.ToDtype(torch.float32, scale=True) before PixelGraying."
+            )
+        if images.ndim < 3:
+            raise ValueError(
+                f"images must have at least three axes (..., C, H, W), got shape {tuple(images.shape)}; "
+                "image[None] adds the channel of a grey image."
+            )
+        *_, channels, height, width = images.shape
+        patch_height, patch_width = self.patch_size
+        if height % patch_height or width % patch_width:
+            raise ValueError(
+                f"image size must be a multiple of the patch size {patch_height} x {patch_width}, "
+                f"got {height} x {width}; resize, crop or pad the images first."
+            )
+        grid = (height // patch_height, width // patch_width)
+        # (..., C, gh*ph, gw*pw) -> (..., gh, gw, C, ph, pw) -> (..., N, D)
+        pieces = images.unflatten(-1, (grid[1], patch_width)).unflatten(-3, (grid[0], patch_height))
+        patches = pieces.movedim((-4, -2), (-5, -4)).flatten(-3).flatten(-3, -2)
+        grayed = self._gray(patches)
+        pieces = grayed.unflatten(-1, (channels, patch_height, patch_width)).unflatten(-4, grid)
+        return pieces.movedim((-5, -4), (-4, -2)).flatten(-2).flatten(-3, -2)
+
+    def extra_repr(self) -> str:
+        return f"patch_size={self.patch_size}, {super().extra_repr()}"

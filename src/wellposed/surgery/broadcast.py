@@ -1,0 +1,84 @@
+"""Context Broadcasting in a model's blocks, in place."""
+
+from typing import Literal, get_args
+
+from torch import Tensor, nn
+
+from wellposed.anatomy.model import Block, BlockSelection, Place, refuse_wrapped
+from wellposed.nn import ContextBroadcast
+from wellposed.nn.broadcast import Init
+from wellposed.surgery.choose import choose
+from wellposed.surgery.insertion import Inserted, insert, inserted_at
+from wellposed.surgery.record import Edits
+from wellposed.surgery.undo import edits
+
+BroadcastWhere = Literal["mlp.end", "mlp.middle", "mlp.start", "attention.end"]
+KIND = "broadcast_context"
+
+
+def broadcast_context(
+    model: nn.Module,
+    where: BroadcastWhere = "mlp.end",
+    *,
+    scaled: bool = False,
+    init: Init = "cb",
+    blocks: BlockSelection = None,
+) -> Edits:
+    """Put Context Broadcasting into a model's blocks, in place.
+
+    Args:
+        model: any model of a known family, not yet compiled, sharded or replicated.
+        where: ``"mlp.end"`` as in the paper; ``"mlp.middle"``, before the MLP's last linear layer;
+            ``"mlp.start"``; ``"attention.end"``, after the output projection. In post-norm blocks
+            the ends lie before the norm. The mean is over all tokens of the image, prefix tokens
+            included, also where attention sees windows.
+        scaled: CB_S, one learned scale a channel. Make the optimizer after this edit.
+        init: where the scale starts: ``"cb"``, or ``"identity"`` for a model already trained.
+        blocks: an index, a slice, several indices, or None for every block that has the position.
+
+    Returns:
+        What was touched.
+
+    >>> import timm, wellposed as wp
+    >>> model = timm.create_model("vit_tiny_patch16_224")
+    >>> print(wp.broadcast_context(model, blocks=[0, 11]))
+    edit               where    block  module         detail
+    broadcast_context  mlp.end  0      blocks.0.mlp   ContextBroadcast()
+    broadcast_context  mlp.end  11     blocks.11.mlp  ContextBroadcast()
+    """
+    refuse_wrapped(model)
+    if where not in get_args(BroadcastWhere):
+        raise ValueError(f"where must be one of {', '.join(get_args(BroadcastWhere))}, got {where!r}.")
+    if init != "cb" and not scaled:
+        raise ValueError(f"init={init!r} is for CB_S, got scaled=False; add scaled=True.")
+
+    chosen = choose(model, blocks, lambda block: block.place(where), f"{where} broadcasting")
+    for _, place in chosen:
+        if (present := inserted_at(place)) is not None:
+            raise ValueError(
+                f"{place.name} already has {present.op} at {where}; the same edit twice is a mistake, "
+                "wp.restore(model) undoes all edits."
+            )
+    operations = [_operation(block, place, where, scaled, init) for block, place in chosen]
+    before = set(edits(model))
+    for (_, place), op in zip(chosen, operations, strict=True):
+        insert(place, Inserted(op, KIND, where, place.layout))
+    return Edits(edit for edit in edits(model) if edit not in before)
+
+
+def _operation(
+    block: Block, place: Place, where: BroadcastWhere, scaled: bool, init: Init
+) -> ContextBroadcast:
+    if not scaled:
+        return ContextBroadcast()
+    last_linear = block.place("mlp.middle")
+    assert isinstance(last_linear, Place)
+    owner = last_linear.owner
+    width = getattr(owner, "in_features" if where == "mlp.middle" else "out_features", None)
+    weight = getattr(owner, "weight", None)
+    if not isinstance(width, int) or not isinstance(weight, Tensor):
+        raise ValueError(
+            f"expected a linear layer at {last_linear.name}, which tells the number of channels for CB_S, "
+            f"got {type(owner).__name__}; use scaled=False."
+        )
+    return ContextBroadcast(width, init=init, device=weight.device, dtype=weight.dtype)

@@ -1,0 +1,32 @@
+"""Which blocks an edit applies to.
+
+Blocks that were named must all take the edit. With ``blocks=None`` those that can take it do (CaiT's
+class-attention blocks have no tokens to broadcast, say); if none can, the reasons are the error.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import nn
+
+from wellposed.anatomy.model import Block, BlockSelection, blocks, select
+
+_Target = TypeVar("_Target")
+
+
+def choose(
+    model: nn.Module,
+    selection: BlockSelection,
+    target: Callable[[Block], _Target | str],
+    edit: str,
+) -> list[tuple[Block, _Target]]:
+    """The selected blocks with ``target(block)``, which returns a sentence where there is none."""
+    found = [(block, target(block)) for block in select(blocks(model), selection)]
+    chosen = [(block, t) for block, t in found if not isinstance(t, str)]
+    refused = [(block, t) for block, t in found if isinstance(t, str)]
+    if refused and (selection is not None or not chosen):
+        reasons = dict.fromkeys(f"{type(block.module).__name__}: {reason}" for block, reason in refused)
+        names = ", ".join(block.name for block, _ in refused[:3])
+        more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+        raise ValueError(f"{edit} has no meaning for {names}{more} ({'; '.join(reasons)}).")
+    return chosen

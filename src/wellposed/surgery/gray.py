@@ -1,0 +1,88 @@
+"""Token Graying of a model's input tokens, in place."""
+
+from typing import Literal, get_args
+
+from torch import nn
+
+from wellposed.anatomy.model import BlockSelection, Place, embeddings, refuse_wrapped
+from wellposed.linalg import DEFAULT_FLOOR
+from wellposed.nn import PixelGraying, TokenGraying
+from wellposed.nn.functional import Method
+from wellposed.surgery.choose import choose
+from wellposed.surgery.insertion import Inserted, insert, inserted_at
+from wellposed.surgery.record import Edits
+from wellposed.surgery.undo import edits
+
+GrayWhere = Literal["embedding", "pixels", "blocks"]
+KIND = "gray_tokens"
+
+
+def gray_tokens(
+    model: nn.Module,
+    eps: float | None = None,
+    method: Method = "spectral",
+    where: GrayWhere = "embedding",
+    *,
+    blocks: BlockSelection = None,
+    rescale: bool = True,
+    floor: float = DEFAULT_FLOOR,
+) -> Edits:
+    """Put Token Graying into a model, in place.
+
+    Args:
+        model: any model of a known family, not yet compiled, sharded or replicated.
+        eps: in (0, 1]; None is the paper's choice for the method (0.7, DCT 0.95).
+        method: see :func:`wellposed.nn.functional.gray`.
+        where: ``"embedding"``, the patch embedding's output, before position embedding and prefix
+            tokens; ``"pixels"``, the pixel patches that go into it; ``"blocks"``, the input of the
+            blocks named, prefix tokens included.
+        blocks: with ``where="blocks"`` only: an index, a slice, several indices, or None for all.
+        rescale, floor: see :func:`wellposed.nn.functional.gray`.
+
+    Returns:
+        What was touched.
+
+    >>> import timm, wellposed as wp
+    >>> model = timm.create_model("vit_tiny_patch16_224")
+    >>> print(wp.gray_tokens(model, eps=0.7, method="svd"))
+    edit         where      block  module       detail
+    gray_tokens  embedding  -      patch_embed  TokenGraying(eps=0.7, method='svd')
+    """
+    refuse_wrapped(model)
+    if where not in get_args(GrayWhere):
+        raise ValueError(f"where must be one of {', '.join(get_args(GrayWhere))}, got {where!r}.")
+    if blocks is not None and where != "blocks":
+        raise ValueError(f'blocks= goes with where="blocks", got where={where!r}; leave one of them out.')
+
+    graying: list[tuple[Place, TokenGraying]] = []
+    if where == "blocks":
+        chosen = choose(model, blocks, lambda block: block.place("block.start"), "graying its input")
+        graying = [(place, TokenGraying(eps, method, rescale=rescale, floor=floor)) for _, place in chosen]
+    else:
+        for embedding in embeddings(model):
+            if where == "embedding":
+                op = TokenGraying(eps, method, rescale=rescale, floor=floor)
+                graying.append((embedding.tokens(), op))
+                continue
+            convolution = embedding.patch_convolution()
+            if isinstance(convolution, str):
+                raise ValueError(
+                    f'where="pixels" has no meaning for {embedding.name or type(model).__name__}: {convolution}; '
+                    'use where="embedding".'
+                )
+            name, module = convolution
+            height, width = module.kernel_size
+            pixels = PixelGraying((height, width), eps, method, rescale=rescale, floor=floor)
+            graying.append((Place(name, module, "before", "NCHW"), pixels))
+
+    for place, _ in graying:
+        if (present := inserted_at(place)) is not None:
+            raise ValueError(
+                f"{place.name} already has {present.op} {place.side} it; the same edit twice is a mistake, "
+                "wp.restore(model) undoes all edits."
+            )
+    before = set(edits(model))
+    for place, op in graying:
+        layout = None if isinstance(op, PixelGraying) else place.layout
+        insert(place, Inserted(op, KIND, where, layout))
+    return Edits(edit for edit in edits(model) if edit not in before)

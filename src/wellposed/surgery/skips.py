@@ -1,0 +1,94 @@
+"""Removing skip connections, in place."""
+
+from typing import Literal, get_args
+
+from torch import nn
+
+from wellposed.anatomy.model import Block, BlockSelection, refuse_wrapped
+from wellposed.anatomy.rows import Role
+from wellposed.anatomy.seam import Join, join_name, open_seam
+from wellposed.surgery.choose import choose
+from wellposed.surgery.record import Edits
+from wellposed.surgery.undo import edits
+
+Which = Literal["attention", "ffn", "both", "mixer", "local", "all"]
+
+
+def remove_skips(
+    model: nn.Module,
+    which: Which = "attention",
+    *,
+    blocks: BlockSelection = None,
+) -> Edits:
+    """Remove skip connections from a model's blocks, in place.
+
+    What a block adds to its input becomes what it returns: x + f(x) -> f(x).
+
+    Args:
+        model: any model of a known family, not yet compiled, sharded or replicated.
+        which: ``"attention"``; ``"ffn"``; ``"both"`` of these; ``"mixer"``, the skip around token
+            mixing without attention (MLP-Mixer, ResMLP, ConvMixer); ``"local"``, XCiT's third skip;
+            ``"all"``, every skip of the block.
+        blocks: an index, a slice, several indices, or None for every block that has such a skip.
+
+    Returns:
+        What was touched.
+
+    >>> import timm, wellposed as wp
+    >>> model = timm.create_model("vit_tiny_patch16_224")
+    >>> print(wp.remove_skips(model, "attention", blocks=[0, 1]))
+    edit          where      block  module                   detail
+    remove_skips  attention  0      blocks.0.join_attention
+    remove_skips  attention  1      blocks.1.join_attention
+    """
+    refuse_wrapped(model)
+    if which not in get_args(Which):
+        raise ValueError(f"which must be one of {', '.join(get_args(Which))}, got {which!r}.")
+    chosen = choose(model, blocks, lambda block: _roles(block, which), f"removing the {which} skip")
+    for block, roles in chosen:
+        for role in roles:
+            join = getattr(block.module, join_name(role), None)
+            if isinstance(join, Join) and not join.keep:
+                raise ValueError(
+                    f"{block.name} has no {role} skip any more; the same edit twice is a mistake, "
+                    "wp.restore(model) undoes all edits."
+                )
+    before = set(edits(model))
+    # Every seam is opened before any skip goes, so that a refused block leaves the model as it was.
+    _open_all([block for block, _ in chosen])
+    for block, roles in chosen:
+        for role in roles:
+            getattr(block.module, join_name(role)).keep = False
+    return Edits(edit for edit in edits(model) if edit not in before)
+
+
+def _roles(block: Block, which: Which) -> tuple[Role, ...] | str:
+    """The skips of a block that ``which`` means, or why there are none."""
+    there = block.row.roles
+    wanted: tuple[Role, ...]
+    match which:
+        case "all":
+            return there
+        case "both":
+            wanted = ("attention", "ffn")
+        case _:
+            wanted = (which,)
+    missing = [role for role in wanted if role not in there]
+    if missing:
+        return f"no skip around {' and '.join(missing)}; it has {', '.join(there)}"
+    return wanted
+
+
+def _open_all(chosen: list[Block]) -> None:
+    from wellposed.anatomy.seam import close_seam, is_seamed
+
+    opened = []
+    try:
+        for block in chosen:
+            if not is_seamed(block.module):
+                open_seam(block.module, block.row)
+                opened.append(block.module)
+    except Exception:
+        for module in opened:
+            close_seam(module)
+        raise

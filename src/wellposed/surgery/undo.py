@@ -1,0 +1,55 @@
+"""What was changed in a model, read off the model itself, and taking it back.
+
+Nothing is kept beside the model: a copy, a pickle or a model on another device knows its own edits.
+"""
+
+from torch import nn
+
+from wellposed.anatomy.model import blocks, join_names, refuse_wrapped
+from wellposed.anatomy.seam import close_seam, is_seamed, joins
+from wellposed.errors import UnknownModelError
+from wellposed.surgery.insertion import Inserted, take_out
+from wellposed.surgery.record import Edit, Edits
+
+
+def edits(model: nn.Module) -> Edits:
+    """Every edit of a model, in the order of its modules.
+
+    >>> import timm, wellposed as wp
+    >>> print(wp.edits(timm.create_model("vit_tiny_patch16_224")))
+    no edits
+    """
+    try:
+        index_of = {block.name: block.index for block in blocks(model)}
+    except UnknownModelError:
+        index_of = {}
+
+    def block_of(name: str) -> int | None:
+        while name and name not in index_of:
+            name = name.rpartition(".")[0]
+        return index_of.get(name)
+
+    found: list[Edit] = []
+    for name, module in model.named_modules():
+        for join in joins(module):
+            if not join.keep:
+                place = join_names(name, f"join_{join.role}")
+                found.append(Edit("remove_skips", join.role, block_of(name), place))
+        if isinstance(module, Inserted):
+            owner = name.rpartition(".")[0]
+            found.append(Edit(module.kind, module.where, block_of(owner), owner, str(module.op)))
+    return Edits(found)
+
+
+def restore(model: nn.Module) -> Edits:
+    """Undo every edit of a model, in place and bit for bit. Returns what was undone.
+
+    The learned scales of CB_S go with it.
+    """
+    refuse_wrapped(model)
+    undone = edits(model)
+    for module in list(model.modules()):
+        take_out(module)
+        if is_seamed(module):
+            close_seam(module)
+    return undone
