@@ -87,7 +87,7 @@ BLOCKS: dict[str, BlockRow] = {
     "transformers.models.dinov2.modeling_dinov2.Dinov2Layer": BlockRow(
         "transformers DINOv2",
         _RESIDUAL_TWICE,
-        taps(attention=after("attention"), last_linear=("mlp.fc2", "mlp.weights_out")),
+        taps(attention=after("attention"), last_linear=("mlp.fc2", "mlp.down_proj")),
     ),
     "transformers.models.dinov3_vit.modeling_dinov3_vit.DINOv3ViTLayer": BlockRow(
         "transformers DINOv3",

@@ -65,7 +65,7 @@ def open_seam(block: nn.Module, row: BlockRow) -> None:
             f"this {type(block).__name__} has a forward of its own on the instance (dispatch hooks or a "
             "patch put it there), which would hide the edit; edit the model before that."
         )
-    seamed = _seamed_class(type(block), row)
+    seamed = _seamed_class(type(block), row)  # type: ignore[arg-type]
     for role in row.roles:
         if hasattr(block, join_name(role)):
             raise SeamError(
@@ -86,14 +86,16 @@ def close_seam(block: nn.Module) -> None:
 
 
 def _new_seamed(upstream: type[nn.Module], row: BlockRow, *args: Any) -> nn.Module:
-    cls = _seamed_class(upstream, row)
-    return cls.__new__(cls, *args)
+    cls: Any = _seamed_class(upstream, row)  # type: ignore[arg-type]
+    block: nn.Module = cls.__new__(cls, *args)
+    return block
 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
     """Pickle and deepcopy by upstream's class and the row: the subclass has no importable name."""
     cls = type(self)
-    make, args, *rest = super(cls, self).__reduce_ex__(max(int(protocol), 2))
+    reduced: Any = super(cls, self).__reduce_ex__(max(int(protocol), 2))
+    make, args, *rest = reduced
     if make is not copyreg.__newobj__ or args[0] is not cls:  # type: ignore[attr-defined]
         raise SeamError(f"{cls.__name__} pickles itself in its own way; restore(model) before pickling.")
     return _new_seamed, (cls._seam_of, cls._seam_row, *args[1:]), *rest  # type: ignore[attr-defined]
@@ -110,7 +112,8 @@ def _seamed_class(upstream: type[nn.Module], row: BlockRow) -> type[nn.Module]:
         "_seam_of": upstream,
         "_seam_row": row,
     }
-    cls: type[nn.Module] = type(upstream)(upstream.__name__, (upstream,), members)
+    metaclass: Any = type(upstream)
+    cls: type[nn.Module] = metaclass(upstream.__name__, (upstream,), members)
     return cls
 
 
@@ -215,7 +218,7 @@ def _compile_like(original: Any, definition: ast.FunctionDef, where: str) -> typ
     for argument in ast.walk(definition.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    outer = ast.FunctionDef(name="_enclosing", args=arguments, body=body, decorator_list=[], type_params=[])
+    outer = ast.FunctionDef(name="_enclosing", args=arguments, body=body, decorator_list=[])
     module = ast.fix_missing_locations(ast.Module([outer], []))
 
     # Compiled from the text that tracebacks and debuggers will show.

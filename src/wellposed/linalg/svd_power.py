@@ -101,7 +101,7 @@ class _SVDPower(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         x: Tensor, eps: float, floor: float, rescale: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         # LAPACK refuses the whole batch for one NaN: bad matrices pass through it as zeros.
@@ -121,7 +121,7 @@ class _SVDPower(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
         U, s, Vh, finite = ctx.saved_tensors
         # A caller may run backward inside autocast; these products need their digits.
         with torch.autocast(grad.device.type, enabled=False):
@@ -139,5 +139,5 @@ def svd_power(x: Tensor, eps: float, *, rescale: bool = True, floor: float = DEF
         rescale: False leaves out the factor s_max, so that the largest singular value becomes 1.
         floor: relative to s_max; below it the map is linear, which bounds the gradient.
     """
-    out: Tensor = _SVDPower.apply(x, eps, floor, rescale)[0]  # type: ignore[no-untyped-call]
+    out: Tensor = _SVDPower.apply(x, eps, floor, rescale)[0]
     return out

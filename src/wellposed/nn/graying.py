@@ -95,11 +95,11 @@ class PixelGraying(TokenGraying):
             )
         grid = (height // patch_height, width // patch_width)
         # (..., C, gh*ph, gw*pw) -> (..., gh, gw, C, ph, pw) -> (..., N, D)
-        pieces = images.unflatten(-1, (grid[1], patch_width)).unflatten(-3, (grid[0], patch_height))
+        leading = images.shape[:-3]
+        pieces = images.reshape(*leading, channels, grid[0], patch_height, grid[1], patch_width)
         patches = pieces.movedim((-4, -2), (-5, -4)).flatten(-3).flatten(-3, -2)
-        grayed = self._gray(patches)
-        pieces = grayed.unflatten(-1, (channels, patch_height, patch_width)).unflatten(-4, grid)
-        return pieces.movedim((-5, -4), (-4, -2)).flatten(-2).flatten(-3, -2)
+        pieces = self._gray(patches).reshape(*leading, *grid, channels, patch_height, patch_width)
+        return pieces.movedim((-5, -4), (-4, -2)).reshape(images.shape)
 
     def extra_repr(self) -> str:
         return f"patch_size={self.patch_size}, {super().extra_repr()}"

@@ -66,9 +66,9 @@ def gray_tokens(
                 continue
             convolution = embedding.patch_convolution()
             if isinstance(convolution, str):
+                owner = embedding.name or type(model).__name__
                 raise ValueError(
-                    f'where="pixels" has no meaning for {embedding.name or type(model).__name__}: {convolution}; '
-                    'use where="embedding".'
+                    f'where="pixels" has no meaning for {owner}: {convolution}; use where="embedding".'
                 )
             name, module = convolution
             height, width = module.kernel_size

@@ -4,7 +4,7 @@ The operation is a child of that submodule, run by a hook that is a function of 
 moves, copies, pickles and compiles with the model, and its parameters are in the state dict.
 """
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -36,9 +36,9 @@ class Inserted(nn.Module):
         out: Tensor
         match self.layout:
             case "NHWC":
-                out = self.op(x.flatten(1, 2)).unflatten(1, x.shape[1:3])
+                out = self.op(x.flatten(1, 2)).reshape(x.shape)
             case "NCHW":
-                out = self.op(x.flatten(2).mT).mT.unflatten(2, x.shape[2:4])
+                out = self.op(x.flatten(2).mT).mT.reshape(x.shape)
             case "LNC":
                 out = self.op(x.transpose(0, 1)).transpose(0, 1)
             case _:
@@ -48,15 +48,16 @@ class Inserted(nn.Module):
 
 def run_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook: the first argument goes through the inserted operation."""
+    inserted = cast(Inserted, module.inserted_before)
     if args:
-        return (module.inserted_before(args[0]), *args[1:]), kwargs
+        return (inserted(args[0]), *args[1:]), kwargs
     name, value = next(iter(kwargs.items()))
-    return args, {**kwargs, name: module.inserted_before(value)}
+    return args, {**kwargs, name: inserted(value)}
 
 
 def run_after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Forward hook: the output goes through the inserted operation."""
-    return module.inserted_after(output)
+    return cast(Inserted, module.inserted_after)(output)
 
 
 def inserted_at(place: Place) -> Inserted | None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from wellposed.anatomy.model import Block, BlockSelection, refuse_wrapped
 from wellposed.anatomy.rows import Role
-from wellposed.anatomy.seam import Join, join_name, open_seam
+from wellposed.anatomy.seam import Join, close_seam, is_seamed, join_name, open_seam
 from wellposed.surgery.choose import choose
 from wellposed.surgery.record import Edits
 from wellposed.surgery.undo import edits
@@ -80,8 +80,6 @@ def _roles(block: Block, which: Which) -> tuple[Role, ...] | str:
 
 
 def _open_all(chosen: list[Block]) -> None:
-    from wellposed.anatomy.seam import close_seam, is_seamed
-
     opened = []
     try:
         for block in chosen:
