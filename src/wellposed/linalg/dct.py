@@ -15,6 +15,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def _compute_dct_matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -42,6 +43,7 @@ def _is_traced(x: Tensor) -> bool:
         torch.compiler.is_compiling()
         or type(x) not in (Tensor, torch.nn.Parameter)
         or torch._C._are_functorch_transforms_active()
+        or _get_current_dispatch_mode() is not None
     )
 
 

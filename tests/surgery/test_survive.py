@@ -1,0 +1,240 @@
+"""Edited models in the life of a model: copied, saved, compiled, exported, moved, checkpointed."""
+
+import contextlib
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wellposed as wp
+from zoo import BY_NAME, Case, every_family, families, output
+
+
+def edited(case: Case, *, method: str = "dct", dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model with an edit of every kind."""
+    model = case.model(dtype=dtype)
+    wp.gray_tokens(model, 0.6, method, "embedding" if case.has_embedding else "blocks")
+    if case.has_mlp:
+        wp.broadcast_context(model, scaled=True)
+    wp.remove_skips(model, case.roles[0], blocks=0)
+    return model
+
+
+class Tensors(nn.Module):
+    """A model of any library as a map from tensor to tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.train(model.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.model(x)
+        for name in ("logits", "last_hidden_state"):
+            if hasattr(out, name):
+                return getattr(out, name)
+        return out
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    output(model, x).float().square().mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@every_family
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_copies_are_exact_and_independent(case: Case, duplicate) -> None:
+    model, x = edited(case), case.input()
+    expected = output(model, x)
+    twin = duplicate(model)
+    assert torch.equal(output(twin, x), expected)
+    assert wp.edits(twin) == wp.edits(model)
+    wp.restore(twin)
+    assert torch.equal(output(twin, x), output(case.model(), x))
+    assert torch.equal(output(model, x), expected)
+
+
+@every_family
+def test_state_dict_goes_into_a_model_edited_alike(case: Case) -> None:
+    model, x = edited(case), case.input()
+    other = edited(case)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(output(other, x), output(model, x))
+
+
+@every_family
+def test_compiles_whole_forward_and_backward(case: Case) -> None:
+    torch._dynamo.reset()
+    model, x = edited(case), case.input()
+    expected, expected_gradients = output(model, x), gradients(model, x)
+    model.zero_grad()
+    torch.manual_seed(0)
+    out = torch.compile(Tensors(model), fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(out, expected)
+    out.float().square().mean().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, expected_gradients[name])
+
+
+@families("timm vit")
+@pytest.mark.parametrize("method", ["dct", "svd"])
+def test_compiles_with_inductor(case: Case, method: str) -> None:
+    torch._dynamo.reset()
+    model, x = edited(case, method=method), case.input()
+    expected, expected_gradients = output(model, x), gradients(model, x)
+    model.zero_grad()
+    out = torch.compile(Tensors(model), fullgraph=True)(x)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    out.float().square().mean().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, expected_gradients[name], rtol=1e-3, atol=1e-4)
+
+
+@every_family
+def test_exports(case: Case) -> None:
+    if case.name == "hf vitmae":
+        pytest.skip("draws its mask at random, two runs of the exported program differ")
+    model, x = edited(case), case.input()
+    program = torch.export.export(Tensors(model), (x,))
+    torch.testing.assert_close(program.module()(x), output(model, x))
+
+
+@families("timm vit", "timm swinv2", "hf vit", "torchvision vit")
+@pytest.mark.parametrize("method", ["dct", "svd"])
+def test_exports_strictly_with_a_free_batch(case: Case, method: str) -> None:
+    model, x = edited(case, method=method), case.input()
+    free = {"x": {0: torch.export.Dim("batch", min=2, max=64)}} if case.name != "timm swinv2" else None
+    program = torch.export.export(Tensors(model), (x,), strict=True, dynamic_shapes=free)
+    batch = 2 if free is None else 5
+    torch.testing.assert_close(
+        program.module()(case.input(batch)), output(model, case.input(batch)), rtol=1e-4, atol=1e-5
+    )
+
+
+@families(
+    "timm vit", "timm swinv2", "timm cait", "timm pvt_v2", "timm convmixer", "hf vit", "torchvision vit",
+    "torch encoder",
+)  # fmt: skip
+def test_runs_in_onnxruntime(case: Case, tmp_path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model, x = edited(case), case.input()
+    torch.onnx.export(Tensors(model), (x,), tmp_path / "model.onnx", dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(got), output(model, x).detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_onnx_has_no_svd_and_says_so(tmp_path) -> None:
+    case = BY_NAME["timm vit"]
+    model = edited(case, method="svd")
+    with pytest.raises(Exception, match=r"gray with method=\"dct\""):
+        torch.onnx.export(model, (case.input(),), tmp_path / "model.onnx", dynamo=True, verbose=False)
+
+
+@every_family
+def test_bf16_autocast(case: Case) -> None:
+    model, x = edited(case), case.input()
+    exact = output(model, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = output(model, x)
+        out.float().square().mean().backward()
+    # Tiny models with large weights amplify rounding; what must not happen is a wrong result.
+    assert torch.nn.functional.cosine_similarity(out.float().flatten(), exact.flatten(), dim=0) > 0.98
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@every_family
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_moves_between_dtypes(case: Case, dtype: torch.dtype) -> None:
+    model, x = edited(case, method="svd"), case.input()
+    exact = output(model, x)
+    out = output(model.to(dtype), x.to(dtype))
+    assert out.dtype == dtype
+    assert torch.nn.functional.cosine_similarity(out.float().flatten(), exact.flatten(), dim=0) > 0.95
+    if dtype == torch.float64:
+        assert torch.equal(output(model.float(), x), exact)
+
+
+@every_family
+def test_moves_between_devices(case: Case) -> None:
+    model, x = edited(case), case.input()
+    expected = output(model, x)
+    device = "cuda" if torch.cuda.is_available() else "meta"
+    moved = output(copy.deepcopy(model).to(device), x.to(device))
+    assert (moved.device.type, moved.shape) == (device, expected.shape)
+    if device == "cuda" and case.name != "hf vitmae":  # MAE's mask is drawn by the device's generator
+        torch.testing.assert_close(moved.cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+@contextlib.contextmanager
+def checkpointing(model: nn.Module) -> Iterator[None]:
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable()
+    else:
+        model.set_grad_checkpointing(True)
+    yield
+
+
+@every_family
+def test_gradient_checkpointing(case: Case) -> None:
+    model, x = edited(case, method="svd").train(), case.input()
+    if not (hasattr(model, "set_grad_checkpointing") or hasattr(model, "gradient_checkpointing_enable")):
+        pytest.skip("the library offers none for this model")
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d | nn.Dropout):
+            module.eval()
+    expected = gradients(model, x)
+    with checkpointing(model):
+        got = gradients(model, x)
+    assert got.keys() == expected.keys()
+    for name in got:
+        torch.testing.assert_close(got[name], expected[name])
+
+
+def test_transformers_still_records_hidden_states_and_attentions() -> None:
+    case = BY_NAME["hf vit"]
+    model, x = case.model(), case.input()
+    wp.remove_skips(model, "attention", blocks=0)
+    out = model(x, output_hidden_states=True)
+    assert len(out.hidden_states) == 3
+    # The first block without its attention skip, by its own parts
+    layer = model.vit.layers[0]
+    h = out.hidden_states[0]
+    branch = layer.attention(layer.layernorm_before(h))[0]
+    torch.testing.assert_close(out.hidden_states[1], branch + layer.mlp(layer.layernorm_after(branch)))
+
+
+def test_evaluation_uses_no_fused_encoder_layer() -> None:
+    """PyTorch fuses an encoder layer in evaluation without gradients, skips and all."""
+    case = BY_NAME["torch encoder"]
+    model, x = case.model(), case.input()
+    wp.remove_skips(model, "attention")
+    with_gradient = output(model, x)
+    with torch.no_grad():
+        torch.testing.assert_close(output(model, x), with_gradient)
+    wp.restore(model)
+    wp.broadcast_context(model)
+    with_gradient = output(model, x)
+    with torch.no_grad():
+        torch.testing.assert_close(output(model, x), with_gradient)
