@@ -1,10 +1,32 @@
-"""wellposed: measure how ill-conditioned a vision transformer is, and mend it."""
+"""wellposed: measure how ill-conditioned a vision transformer is, and mend it.
 
-from wellposed import anatomy, linalg, nn, surgery
-from wellposed.errors import SeamError, UnknownModelError, WrappedModelError
-from wellposed.surgery import Edit, Edits, broadcast_context, edits, gray_tokens, remove_skips, restore
+The public names are loaded on first use, so that the command line need not import torch to say what
+it can do.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wellposed import anatomy, linalg, nn, surgery
+    from wellposed.errors import SeamError, UnknownModelError, WrappedModelError
+    from wellposed.surgery import Edit, Edits, broadcast_context, edits, gray_tokens, remove_skips, restore
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "SeamError": "errors",
+    "UnknownModelError": "errors",
+    "WrappedModelError": "errors",
+    "Edit": "surgery",
+    "Edits": "surgery",
+    "broadcast_context": "surgery",
+    "edits": "surgery",
+    "gray_tokens": "surgery",
+    "remove_skips": "surgery",
+    "restore": "surgery",
+}
+_MODULES = ("anatomy", "errors", "linalg", "nn", "surgery")
 
 __all__ = [
     "Edit",
@@ -22,3 +44,15 @@ __all__ = [
     "restore",
     "surgery",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"wellposed.{name}")
+    if name in _HOME:
+        return getattr(importlib.import_module(f"wellposed.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'wellposed' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -37,14 +37,14 @@ class Bound(NamedTuple):
 # The half types compute in float32 and round the result once, an error of eps / 2 times the element,
 # which is at most g_max. They are compared with float64 graying of the rounded input:
 #   |Y' - Y| <= matrix * eps * g_max and |g_i' - g_i| <= singular_value * eps * g_max.
-# What was seen is in the last column; the bounds leave a factor of 2 to 3 to other LAPACKs.
+# The comments say what was seen; the bounds leave a factor of two to three to other LAPACKs.
 WIDE_BOUNDS = {
-    torch.float64: Bound(singular_value=20, matrix=10),  # SEEN
-    torch.float32: Bound(singular_value=20, matrix=10),  # SEEN
+    torch.float64: Bound(singular_value=40, matrix=40),  # 17 and 15, the reference's own rounding included
+    torch.float32: Bound(singular_value=30, matrix=10),  # 12 and 4.1
 }
 HALF_BOUNDS = {
-    torch.float16: Bound(singular_value=1, matrix=1),  # SEEN
-    torch.bfloat16: Bound(singular_value=1, matrix=1),  # SEEN
+    torch.float16: Bound(singular_value=1.5, matrix=1),  # 0.61 and 0.33
+    torch.bfloat16: Bound(singular_value=1.5, matrix=1),  # 0.37 and 0.33
 }
 
 METHODS = ("svd", "spectral")
@@ -164,11 +164,16 @@ def test_values_below_the_floor_are_scaled_linearly(method):
     torch.testing.assert_close(actual[2:], 0.3**-0.5 * factors.s[2:], rtol=1e-13, atol=0)
 
 
-# DCT graying is two pairs of matrix products around a power, and has no SVD to lose digits in. A
-# coefficient is off by a small multiple of eps * c_max; the slope of the power at coefficients close to
-# zero stretches that, at most by floor^(e - 1), which only coefficients at the floor would reach.
-# Seen: SEEN_DCT
-DCT_BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-2}
+# A DCT coefficient is off by a small multiple of eps * c_max, and the slope of the power at the smallest
+# coefficients stretches that. Largest error over largest element, in units of the dtype's eps, for each
+# power. Seen in float64 115, 9, 5, 5; in float32 23, 4, 4, 3.
+DCT_BOUNDS = {0.1: 300, 0.5: 25, 0.7: 15, 0.95: 15}
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest error over the largest element, matrix by matrix, in units of eps."""
+    error = (actual - expected).abs().amax((-2, -1)) / expected.abs().amax((-2, -1))
+    return error.max().item() / torch.finfo(actual.dtype).eps
 
 
 @over_wide_dtypes
@@ -178,11 +183,9 @@ DCT_BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-2}
 @over_shapes
 def test_dct_equals_scipy(dtype, tokens, channels, batch, eps, rescale):
     x = torch.randn(*batch, tokens, channels, dtype=torch.float64, generator=generator(1)).to(dtype)
-    expected = gray_by_dct(x, eps, rescale=rescale)
     actual = gray(x, eps, "dct", rescale=rescale)
     assert (actual.dtype, actual.shape) == (dtype, x.shape)
-    largest = expected.abs().amax((-2, -1), keepdim=True)
-    assert ((actual - expected).abs() <= DCT_BOUNDS[dtype] * largest).all()
+    assert relative_error(actual, gray_by_dct(x, eps, rescale=rescale)) <= DCT_BOUNDS[eps]
 
 
 @over_half_dtypes
@@ -191,11 +194,10 @@ def test_dct_equals_scipy(dtype, tokens, channels, batch, eps, rescale):
 @over_shapes
 def test_dct_in_half_precision_equals_scipy(dtype, tokens, channels, batch, rescale):
     x = torch.randn(*batch, tokens, channels, dtype=torch.float64, generator=generator(1)).to(dtype)
-    expected = gray_by_dct(x, 0.7, rescale=rescale)
     actual = gray(x, 0.7, "dct", rescale=rescale)
     assert (actual.dtype, actual.shape) == (dtype, x.shape)
-    largest = expected.abs().amax((-2, -1), keepdim=True)
-    assert ((actual - expected).abs() <= torch.finfo(dtype).eps * largest).all()
+    # The one rounding of the result is half a unit.
+    assert relative_error(actual, gray_by_dct(x, 0.7, rescale=rescale)) <= 0.6
 
 
 @both_scales

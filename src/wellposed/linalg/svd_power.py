@@ -139,10 +139,5 @@ def svd_power(x: Tensor, eps: float, *, rescale: bool = True, floor: float = DEF
         rescale: False leaves out the factor s_max, so that the largest singular value becomes 1.
         floor: relative to s_max; below it the map is linear, which bounds the gradient.
     """
-    if torch.onnx.is_in_onnx_export():
-        raise RuntimeError(
-            "expected operations that ONNX has, got a singular value decomposition, which it lacks; "
-            'gray with method="dct", or gray the pixels before they reach the exported model.'
-        )
     out: Tensor = _SVDPower.apply(x, eps, floor, rescale)[0]
     return out

@@ -38,7 +38,8 @@ def gray(
         eps: in (0, 1]. 1 leaves the tokens as they are, less is flatter.
         method: ``"svd"`` is exact, by ``torch.linalg.svd``, with a gradient that is finite where
             singular values repeat or vanish. ``"dct"`` is the paper's cheap stand-in. ``"spectral"``
-            is the same map as ``"svd"``, and at present the same code.
+            is the same map as ``"svd"``, and at present the same code. ONNX has no SVD: a model to be
+            exported there takes ``"dct"``.
         rescale: False gives the paper's literal (S / s_max)^eps, whose largest value is 1.
         floor: values below ``floor`` times the largest are scaled linearly, which bounds the gradient.
 
