@@ -1,7 +1,7 @@
 """The table: every block class and patch embedding that the library knows.
 
-Read off timm 1.0.30, transformers 5.22, torchvision 0.29 and torch 2.15. A class whose source has
-changed since is refused, not guessed at (see :mod:`wellposed.anatomy.seam`).
+Read off timm 1.0.20 to 1.0.30, transformers 5.10 to 5.22, torchvision 0.26 to 0.29 and torch 2.11 to
+2.15. A class whose source differs is refused, not guessed at (see :mod:`wellposed.anatomy.seam`).
 """
 
 from typing import cast
@@ -32,7 +32,7 @@ def _timm_patch_layout(embed: nn.Module) -> Layout:
 BLOCKS: dict[str, BlockRow] = {
     "timm.models.vision_transformer.Block": BlockRow("timm ViT, DeiT, DeiT-3, DINOv2", _X_TWICE, _PLAIN),
     "timm.models.vision_transformer.ResPostBlock": BlockRow("timm ViT, post-norm", _X_TWICE, _PLAIN),
-    "timm.models.eva.EvaBlock": BlockRow("timm EVA, DINOv3", _X_TWICE, _PLAIN),
+    "timm.models.eva.EvaBlock": BlockRow("timm EVA, DINOv3", _X_TWICE, _PLAIN, older_adds=_X_TWICE * 2),
     "timm.models.eva.EvaBlockPostNorm": BlockRow("timm EVA, post-norm", _X_TWICE, _PLAIN),
     "timm.models.beit.Block": BlockRow("timm BEiT", _X_TWICE * 2, _PLAIN),
     # The attention module sees windows; the first module that sees the whole image again comes after.
@@ -87,7 +87,8 @@ BLOCKS: dict[str, BlockRow] = {
     "transformers.models.dinov2.modeling_dinov2.Dinov2Layer": BlockRow(
         "transformers DINOv2",
         _RESIDUAL_TWICE,
-        taps(attention=after("attention"), last_linear=("mlp.fc2", "mlp.down_proj")),
+        taps(attention=after("attention"), last_linear=("mlp.fc2", "mlp.down_proj", "mlp.weights_out")),
+        older_adds=(Add("attention", "hidden_states"), Add("ffn", "hidden_states")),
     ),
     "transformers.models.dinov3_vit.modeling_dinov3_vit.DINOv3ViTLayer": BlockRow(
         "transformers DINOv3",

@@ -98,6 +98,7 @@ class BlockRow:
     Args:
         family: what people call the models it belongs to.
         adds: the residual adds of ``forward``, in the order of the source.
+        older_adds: the same as earlier versions of the library write them.
         taps: see :func:`taps`.
         layout: of the tokens at the block's input, or a function of the block that tells.
         stream: which positional argument of ``forward`` carries the residual stream.
@@ -113,6 +114,7 @@ class BlockRow:
     stream: int = 0
     substitutions: tuple[tuple[str, str], ...] = ()
     unchained: tuple[Role, ...] = ()
+    older_adds: tuple[Add, ...] | None = None
 
     @property
     def roles(self) -> tuple[Role, ...]:

@@ -126,12 +126,13 @@ def _seamed_forward(upstream: type[nn.Module], row: BlockRow) -> types.FunctionT
         raise SeamError(
             f"the source of {where} is not available; define the class in a file or a notebook cell."
         ) from error
-    definition = ast.parse(source).body[0]
-    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
-        raise SeamError(f"{where} is decorated or no plain function, its adds cannot be reached.")
-
+    try:
+        definition = _JoinAdds(row.adds, where, source).rewrite()
+    except SeamError:
+        if row.older_adds is None:
+            raise
+        definition = _JoinAdds(row.older_adds, where, source).rewrite()
     _substitute(definition, row, where)
-    definition = ast.fix_missing_locations(_JoinAdds(row.adds, where, source).rewrite(definition))
     return _compile_like(forward, definition, where)
 
 
@@ -143,7 +144,10 @@ class _JoinAdds(ast.NodeTransformer):
         self.skips = {add.skip for add in adds}
         self.found = 0
 
-    def rewrite(self, definition: ast.FunctionDef) -> ast.FunctionDef:
+    def rewrite(self) -> ast.FunctionDef:
+        definition = ast.parse(self.source).body[0]
+        if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+            raise SeamError(f"{self.where} is decorated or no plain function, its adds cannot be reached.")
         self.generic_visit(definition)
         if self.found != len(self.adds):
             raise self._mismatch(f"found {self.found}")

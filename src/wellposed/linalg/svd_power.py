@@ -22,6 +22,7 @@ True
 
 # Shapes: X (..., N, D), k = min(N, D), U (..., N, k), s (..., k), V (..., D, k), G like X.
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -124,7 +125,7 @@ class _SVDPower(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
         U, s, Vh, finite = ctx.saved_tensors
         # A caller may run backward inside autocast; these products need their digits.
-        with torch.autocast(grad.device.type, enabled=False):
+        with contextlib.nullcontext() if grad.is_meta else torch.autocast(grad.device.type, enabled=False):
             out = _adjoint(U, s, Vh.mT, grad, ctx.eps, ctx.floor, ctx.rescale)
         return torch.where(finite, out, 0), None, None, None
 
