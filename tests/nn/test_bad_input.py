@@ -108,20 +108,15 @@ def test_tokens_of_a_scaled_module_with_other_channels():
         ContextBroadcast(5)(TOKENS)
 
 
-NO_CHECK_OF_SCALE = pytest.mark.xfail(
-    strict=True, reason="DEFECT: scale is taken without looking at its type"
-)
-
-
-@NO_CHECK_OF_SCALE
 @pytest.mark.parametrize(
     ("scale", "message"),
     [
         (0.5, "got float"),
         (np.ones(4), "got ndarray"),
         (torch.ones(4, dtype=torch.complex64), r"got torch\.complex64"),
+        (torch.ones(4, dtype=torch.int64), r"got torch\.int64"),
     ],
-    ids=["float", "numpy", "complex"],
+    ids=["float", "numpy", "complex", "integer"],
 )
 def test_type_of_scale(scale, message):
     with pytest.raises(TypeError, match=f"scale must be .*{message}"):
@@ -131,6 +126,12 @@ def test_type_of_scale(scale, message):
 def test_identity_needs_channels():
     with pytest.raises(ValueError, match="init='identity' needs a learned scale, got channels=None"):
         ContextBroadcast(init="identity")
+
+
+@pytest.mark.parametrize("channels", [0, -1])
+def test_channels(channels):
+    with pytest.raises(ValueError, match=f"channels must be at least 1, got {channels}"):
+        ContextBroadcast(channels)
 
 
 @pytest.mark.parametrize("channels", [None, 4])
@@ -145,7 +146,6 @@ def test_patch_size_that_is_not_positive(patch_size):
         PixelGraying(patch_size)
 
 
-@pytest.mark.xfail(strict=True, reason="DEFECT: patch_size is taken without looking at its type")
 @pytest.mark.parametrize("patch_size", [4.0, (4.5, 4), "4", (4, 4, 4), None, True])
 def test_patch_size_that_is_not_one_or_two_integers(patch_size: Any):
     with pytest.raises((TypeError, ValueError), match=r"patch_size must be .*got"):

@@ -97,12 +97,7 @@ def test_meta_images_have_the_right_shape():
         assert (out.shape, out.device.type) == ((2, 3, 8, 12), "meta")
 
 
-NO_META_BACKWARD = pytest.mark.xfail(
-    strict=True, reason="DEFECT: the backward pass of svd_power enters autocast, which meta tensors lack"
-)
-
-
-@pytest.mark.parametrize("name", [pytest.param("svd", marks=NO_META_BACKWARD), "dct", "cb", "cb_s"])
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_meta_tensors_have_a_gradient(name):
     x = torch.empty(2, 5, 7, device="meta", requires_grad=True)
     OPERATIONS[name](x).sum().backward()

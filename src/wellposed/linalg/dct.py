@@ -37,11 +37,10 @@ def _cached_dct_matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tens
         return _compute_dct_matrix(n, dtype, device)
 
 
-def _is_traced(x: Tensor) -> bool:
+def _is_traced() -> bool:
     """Whether a tensor made now may belong to a tracer or transform and must not be kept."""
     return (
         torch.compiler.is_compiling()
-        or type(x) not in (Tensor, torch.nn.Parameter)
         or torch._C._are_functorch_transforms_active()
         or _get_current_dispatch_mode() is not None
     )
@@ -52,7 +51,7 @@ def dct_matrix(n: int, *, like: Tensor) -> Tensor:
 
     Cached for each (n, dtype, device); inside a traced program it is part of the graph instead.
     """
-    make = _compute_dct_matrix if _is_traced(like) else _cached_dct_matrix
+    make = _compute_dct_matrix if _is_traced() else _cached_dct_matrix
     return make(n, like.dtype, like.device)
 
 

@@ -51,6 +51,8 @@ class ContextBroadcast(nn.Module):
                 )
             self.register_parameter("scale", None)
         else:
+            if channels < 1:
+                raise ValueError(f"channels must be at least 1, got {channels}; None is CB without a scale.")
             start = 0.5 if init == "cb" else 0.0
             self.scale = nn.Parameter(torch.full((channels,), start, device=device, dtype=dtype))
 

@@ -81,11 +81,8 @@ def broadcast(x: Tensor, scale: Tensor | None = None) -> Tensor:
             [3., 5.]])
     """
     _check_tokens(x)
-    if scale is not None and scale.ndim > 0 and scale.shape != x.shape[-1:]:
-        raise ValueError(
-            f"scale must have one value for each of the {x.shape[-1]} channels, "
-            f"got shape {tuple(scale.shape)}; the channels are the last axis of x."
-        )
+    if scale is not None:
+        _check_scale(scale, x.shape[-1])
     return _in_float32(lambda wide: _broadcast(wide, scale), x)
 
 
@@ -127,6 +124,18 @@ def _check_tokens(x: Tensor) -> None:
         raise ValueError(
             f"tokens need at least one token and one channel, got shape {tuple(x.shape)}; "
             "the last two axes are tokens and channels."
+        )
+
+
+def _check_scale(scale: Tensor, channels: int) -> None:
+    if not isinstance(scale, Tensor):
+        raise TypeError(f"scale must be a torch.Tensor, got {type(scale).__name__}; torch.tensor makes one.")
+    if not scale.is_floating_point():
+        raise TypeError(f"scale must be floating point, got {scale.dtype}; convert with scale.float().")
+    if scale.ndim > 0 and scale.shape != (channels,):
+        raise ValueError(
+            f"scale must have one value for each of the {channels} channels, "
+            f"got shape {tuple(scale.shape)}; the channels are the last axis of x."
         )
 
 

@@ -1,5 +1,7 @@
 """Token Graying (arXiv 2505.01996) as modules, of tokens and of the pixels under them."""
 
+from typing import get_args
+
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +32,8 @@ class TokenGraying(nn.Module):
         floor: float = DEFAULT_FLOOR,
     ) -> None:
         super().__init__()
-        self.eps = DEFAULT_EPS.get(method, 1.0) if eps is None else eps
+        # An unknown method is refused below, whatever its eps.
+        self.eps = (DEFAULT_EPS[method] if method in get_args(Method) else 1.0) if eps is None else eps
         self.method: Method = method
         self.rescale = rescale
         self.floor = floor
@@ -70,10 +73,15 @@ class PixelGraying(TokenGraying):
         floor: float = DEFAULT_FLOOR,
     ) -> None:
         super().__init__(eps, method, rescale=rescale, floor=floor)
-        height, width = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
-        if height < 1 or width < 1:
+        sides = patch_size if isinstance(patch_size, tuple) else (patch_size, patch_size)
+        if len(sides) != 2 or not all(type(side) is int for side in sides):
+            raise TypeError(
+                f"patch_size must be an integer or two (height, width), got {patch_size!r}; "
+                "16 is usual for ViT."
+            )
+        if min(sides) < 1:
             raise ValueError(f"patch_size must be positive, got {patch_size}; 16 is usual for ViT.")
-        self.patch_size = (height, width)
+        self.patch_size = sides
 
     def forward(self, images: Tensor) -> Tensor:
         if not isinstance(images, Tensor):
