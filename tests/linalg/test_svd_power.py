@@ -6,6 +6,7 @@ The values of the map are tested through ``gray`` in ``tests/nn/test_gray.py``.
 from collections.abc import Callable
 
 import pytest
+import scipy.special
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from reference.spectra import (
     with_singular_values,
 )
 from wellposed.linalg import svd_power
+from wellposed.linalg.svd_power import exprel
 
 SHAPES = {
     "wide": (4, 6),
@@ -297,3 +299,11 @@ def test_gradient_under_vmap():
 
     each = torch.func.vmap(torch.func.grad(loss))(x, weight)
     torch.testing.assert_close(each, gradient(lambda x: svd_power(x, 0.5), x, weight))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 4e-16), (torch.float32, 4e-7)], ids=str)
+def test_exprel_keeps_its_digits(dtype, bound):
+    small = torch.logspace(-12, 1.2, 400, dtype=torch.float64)
+    y = torch.cat([-small.flip(0), torch.zeros(1, dtype=torch.float64), small]).to(dtype)
+    expected = torch.from_numpy(scipy.special.exprel(y.double().numpy()))
+    assert ((exprel(y).double() - expected) / expected).abs().max() <= bound * (1 + y.abs().max())

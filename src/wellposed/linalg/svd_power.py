@@ -47,6 +47,20 @@ def _scaled(s: Tensor, eps: float, floor: float) -> _Scaled:
     return _Scaled(t, s_max, power_gain(t, eps, floor))
 
 
+def exprel(y: Tensor) -> Tensor:
+    """(exp(y) - 1) / y, with its limit 1 at zero.
+
+    Not by expm1: compiled for the CPU that may be exp(y) - 1, which is zero for a small y.
+    """
+    is_small = y.abs() <= 1
+    # exp(y/2) sinh(y/2) / (y/2), of which the second factor is a short series in z = (y/2)^2
+    z = torch.where(is_small, y / 2, 0).square()
+    series = torch.ones_like(z)
+    for k in range(7, 0, -1):
+        series = 1 + z * series / (2 * k * (2 * k + 1))
+    return torch.where(is_small, (y / 2).exp() * series, (y.exp() - 1) / torch.where(is_small, 1, y))
+
+
 def _slopes(t: Tensor, gain: Tensor, eps: float, floor: float) -> tuple[Tensor, Tensor]:
     """(h_i - h_j) / (t_i - t_j) and (h_i + h_j) / (t_i + t_j), with their limits, each (..., k, k)."""
     steepest = floor ** (eps - 1)
@@ -56,10 +70,11 @@ def _slopes(t: Tensor, gain: Tensor, eps: float, floor: float) -> tuple[Tensor, 
     gap_above = (above[..., :, None] - above[..., None, :]).abs()
     at_or_above = (t >= floor).to(t.dtype)[..., :, None].expand_as(gap)
     share = torch.where(gap > 0, gap_above / torch.where(gap > 0, gap, 1), at_or_above).clamp(max=1)
-    # expm1 keeps all digits when two values nearly coincide, where a plain difference has none left.
+    # (t_i^eps - t_j^eps) / (t_i - t_j) by the logarithm of t_j / t_i: it keeps all digits when two values
+    # nearly coincide, where a plain difference has none left.
     log_above = above.log()
     r = log_above[..., None, :] - log_above[..., :, None]
-    ratio = torch.where(r == 0, eps, torch.expm1(eps * r) / torch.where(r == 0, 1, torch.expm1(r)))
+    ratio = eps * exprel(eps * r) / exprel(r)
     difference = share * gain[..., :, None] * ratio + (1 - share) * steepest
 
     h = t * gain
