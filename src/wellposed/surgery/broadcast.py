@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from wellposed.anatomy.model import Block, BlockSelection, Place, refuse_wrapped
 from wellposed.nn import ContextBroadcast
 from wellposed.nn.broadcast import Init
+from wellposed.surgery.apply import insert_all
 from wellposed.surgery.choose import choose
-from wellposed.surgery.insertion import Inserted, insert, inserted_at
+from wellposed.surgery.insertion import Inserted
 from wellposed.surgery.record import Edits
-from wellposed.surgery.undo import edits
 
 BroadcastWhere = Literal["mlp.end", "mlp.middle", "mlp.start", "attention.end"]
 KIND = "broadcast_context"
@@ -53,22 +53,16 @@ def broadcast_context(
         raise ValueError(f"init={init!r} is for CB_S, got scaled=False; add scaled=True.")
 
     chosen = choose(model, blocks, lambda block: block.place(where), f"{where} broadcasting")
-    for _, place in chosen:
-        if (present := inserted_at(place)) is not None:
-            raise ValueError(
-                f"{place.name} already has {present.op} at {where}; the same edit twice is a mistake, "
-                "wp.restore(model) undoes all edits."
-            )
-    operations = [_operation(block, place, where, scaled, init) for block, place in chosen]
-    before = set(edits(model))
-    for (_, place), op in zip(chosen, operations, strict=True):
-        insert(place, Inserted(op, KIND, where, place.layout))
-    return Edits(edit for edit in edits(model) if edit not in before)
+    return insert_all(
+        model,
+        [
+            (place, Inserted(_operation(block, where, scaled, init), KIND, where, place.layout))
+            for block, place in chosen
+        ],
+    )
 
 
-def _operation(
-    block: Block, place: Place, where: BroadcastWhere, scaled: bool, init: Init
-) -> ContextBroadcast:
+def _operation(block: Block, where: BroadcastWhere, scaled: bool, init: Init) -> ContextBroadcast:
     if not scaled:
         return ContextBroadcast()
     last_linear = block.place("mlp.middle")

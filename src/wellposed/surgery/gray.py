@@ -8,10 +8,10 @@ from wellposed.anatomy.model import BlockSelection, Place, embeddings, refuse_wr
 from wellposed.linalg import DEFAULT_FLOOR
 from wellposed.nn import PixelGraying, TokenGraying
 from wellposed.nn.functional import Method
+from wellposed.surgery.apply import insert_all
 from wellposed.surgery.choose import choose
-from wellposed.surgery.insertion import Inserted, insert, inserted_at
+from wellposed.surgery.insertion import Inserted
 from wellposed.surgery.record import Edits
-from wellposed.surgery.undo import edits
 
 GrayWhere = Literal["embedding", "pixels", "blocks"]
 KIND = "gray_tokens"
@@ -54,35 +54,34 @@ def gray_tokens(
     if blocks is not None and where != "blocks":
         raise ValueError(f'blocks= goes with where="blocks", got where={where!r}; leave one of them out.')
 
-    graying: list[tuple[Place, TokenGraying]] = []
+    def inserted(place: Place) -> Inserted:
+        op = TokenGraying(eps, method, rescale=rescale, floor=floor)
+        return Inserted(op, KIND, where, place.layout)
+
     if where == "blocks":
         chosen = choose(model, blocks, lambda block: block.place("block.start"), "graying its input")
-        graying = [(place, TokenGraying(eps, method, rescale=rescale, floor=floor)) for _, place in chosen]
+        insertions = [(place, inserted(place)) for _, place in chosen]
+    elif where == "embedding":
+        tokens = [embedding.tokens() for embedding in embeddings(model)]
+        insertions = [(place, inserted(place)) for place in tokens]
     else:
-        for embedding in embeddings(model):
-            if where == "embedding":
-                op = TokenGraying(eps, method, rescale=rescale, floor=floor)
-                graying.append((embedding.tokens(), op))
-                continue
-            convolution = embedding.patch_convolution()
-            if isinstance(convolution, str):
-                owner = embedding.name or type(model).__name__
-                raise ValueError(
-                    f'where="pixels" has no meaning for {owner}: {convolution}; use where="embedding".'
-                )
-            name, module = convolution
-            height, width = module.kernel_size
+        insertions = []
+        for name, convolution in _patch_convolutions(model):
+            height, width = convolution.kernel_size
             pixels = PixelGraying((height, width), eps, method, rescale=rescale, floor=floor)
-            graying.append((Place(name, module, "before", "NCHW"), pixels))
+            place = Place(name, convolution, "before", "NCHW")
+            insertions.append((place, Inserted(pixels, KIND, where, layout=None)))
+    return insert_all(model, insertions)
 
-    for place, _ in graying:
-        if (present := inserted_at(place)) is not None:
+
+def _patch_convolutions(model: nn.Module) -> list[tuple[str, nn.Conv2d]]:
+    found = []
+    for embedding in embeddings(model):
+        convolution = embedding.patch_convolution()
+        if isinstance(convolution, str):
+            owner = embedding.name or type(model).__name__
             raise ValueError(
-                f"{place.name} already has {present.op} {place.side} it; the same edit twice is a mistake, "
-                "wp.restore(model) undoes all edits."
+                f'where="pixels" has no meaning for {owner}: {convolution}; use where="embedding".'
             )
-    before = set(edits(model))
-    for place, op in graying:
-        layout = None if isinstance(op, PixelGraying) else place.layout
-        insert(place, Inserted(op, KIND, where, layout))
-    return Edits(edit for edit in edits(model) if edit not in before)
+        found.append(convolution)
+    return found

@@ -1,0 +1,22 @@
+"""Inserting many operations at once: all of them or, where one place is taken, none."""
+
+from torch import nn
+
+from wellposed.anatomy.model import Place
+from wellposed.surgery.insertion import Inserted, insert, inserted_at
+from wellposed.surgery.record import Edits
+from wellposed.surgery.undo import edits
+
+
+def insert_all(model: nn.Module, insertions: list[tuple[Place, Inserted]]) -> Edits:
+    """Insert every operation at its place and return what that touched."""
+    for place, inserted in insertions:
+        if (present := inserted_at(place)) is not None:
+            raise ValueError(
+                f"{place.name} already has {present.op} at {inserted.where}; the same edit twice is a "
+                "mistake, wp.restore(model) undoes all edits."
+            )
+    before = set(edits(model))
+    for place, inserted in insertions:
+        insert(place, inserted)
+    return Edits(edit for edit in edits(model) if edit not in before)
