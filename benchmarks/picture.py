@@ -79,7 +79,7 @@ def draw(by_eps: dict[float, Tensor], by_block: dict[str, dict[str, list[float]]
             right.semilogy(kappas[role], style, color=colour, label=label, markersize=4)
     right.set(title="What a branch adds, without its skip", xlabel="block", ylabel="condition number")
     right.axhline(1e7, color="grey", linewidth=0.8, linestyle=":")
-    right.annotate("beyond: rounding of float32", (3.1, 0.6e7), color="grey", fontsize=8, va="top")
+    right.annotate("beyond: rounding of float32", (-0.15, 0.75e7), color="grey", fontsize=8, va="top")
     right.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path.with_suffix(".png"), dpi=120)
 
