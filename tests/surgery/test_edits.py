@@ -355,3 +355,12 @@ def test_every_pair_of_positions_combines() -> None:
         wp.broadcast_context(other, second)
         wp.broadcast_context(other, first)
         assert torch.equal(output(model, x), output(other, x))
+
+
+def test_scales_of_a_quantised_layer_are_floating_point() -> None:
+    model = BY_NAME["timm vit"].model()
+    for block in model.blocks:
+        block.mlp.fc2.weight = nn.Parameter(block.mlp.fc2.weight.to(torch.int8), requires_grad=False)
+    wp.broadcast_context(model, scaled=True)
+    assert model.blocks[0].mlp.inserted_after.op.scale.dtype == torch.float32
+    assert model.blocks[0].mlp.inserted_after.op.scale.unique().item() == 0.5

@@ -244,3 +244,12 @@ def test_evaluation_uses_no_fused_encoder_layer() -> None:
     with_gradient = output(model, x)
     with torch.no_grad():
         torch.testing.assert_close(output(model, x), with_gradient)
+
+
+def test_nested_tensors_are_refused_with_the_remedy() -> None:
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    wp.broadcast_context(model)
+    padding = torch.tensor([[False] * 9, [False] * 7 + [True] * 2])
+    with torch.no_grad(), pytest.raises(TypeError, match="enable_nested_tensor=False"):
+        model(torch.randn(2, 9, 32), src_key_padding_mask=padding)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from wellposed.anatomy.rows import BlockRow, EmbeddingRow, Layout, Position, Tap
+from wellposed.anatomy.rows import BlockRow, EmbeddingRow, Layout, Position, Side, Tap
 from wellposed.anatomy.table import block_row, embedding_row, unknown_model
 from wellposed.errors import WrappedModelError
 
@@ -21,7 +21,7 @@ class Place:
 
     name: str
     owner: nn.Module
-    side: str
+    side: Side
     layout: Layout
 
 
@@ -149,8 +149,7 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def find_place(name: str, module: nn.Module, tap: Tap, layout: Layout) -> Place:
-    paths = (tap.path,) if isinstance(tap.path, str) else tap.path
-    for path in paths:
+    for path in tap.paths:
         try:
             owner = module.get_submodule(path)
         except AttributeError:
@@ -162,8 +161,8 @@ def find_place(name: str, module: nn.Module, tap: Tap, layout: Layout) -> Place:
             )
         return Place(join_names(name, path), owner, tap.side, tap.layout or layout)
     raise ValueError(
-        f"expected a submodule {' or '.join(map(repr, paths))} in {name} ({type(module).__name__}), found "
-        f"{', '.join(child for child, _ in module.named_children())}; the row in wellposed.anatomy does "
+        f"expected a submodule {' or '.join(map(repr, tap.paths))} in {name} ({type(module).__name__}), "
+        f"found {', '.join(child for child, _ in module.named_children())}; the row in wellposed.anatomy does "
         "not fit this model, describe it with wellposed.anatomy.teach."
     )
 

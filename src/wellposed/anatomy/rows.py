@@ -6,7 +6,7 @@ that no optional library is imported to look one up.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
@@ -18,6 +18,7 @@ tokens, a depthwise convolution), XCiT's local patch interaction."""
 Layout = Literal["NLC", "LNC", "NHWC", "NCHW"]
 """How tokens lie in a tensor; LNC is the ``batch_first=False`` of PyTorch."""
 
+Side = Literal["before", "after"]
 Position = Literal["block.start", "attention.end", "mlp.start", "mlp.middle", "mlp.end"]
 
 
@@ -33,22 +34,24 @@ class Add:
 class Tap:
     """Before or after a submodule: where an operation on tokens can be put.
 
-    ``path`` is relative to the block ("" is the block itself). Several paths are alternatives: the
-    first that exists counts. ``layout`` overrides the row's.
+    ``paths`` are relative to the block ("" is the block itself). Several are alternatives: the first
+    that exists counts. ``layout`` overrides the row's.
     """
 
-    side: Literal["before", "after"]
-    path: str | tuple[str, ...]
+    side: Side
+    paths: tuple[str, ...]
     layout: Layout | None = None
 
 
-def before(*path: str, layout: Layout | None = None) -> Tap:
-    return Tap("before", path, layout)
+def before(*paths: str, layout: Layout | None = None) -> Tap:
+    return Tap("before", paths, layout)
 
 
-def after(*path: str, layout: Layout | None = None) -> Tap:
-    return Tap("after", path, layout)
+def after(*paths: str, layout: Layout | None = None) -> Tap:
+    return Tap("after", paths, layout)
 
+
+_ITSELF_AFTER = after("")
 
 Taps = tuple[tuple[Position, Tap | str], ...]
 """For each position its tap, or a sentence that says why the block has no such position."""
@@ -141,7 +144,7 @@ class EmbeddingRow:
     """
 
     family: str
-    tokens: Tap = field(default_factory=lambda: after(""))
+    tokens: Tap = _ITSELF_AFTER
     patch_convolution: str | None = "proj"
     no_pixels: str = ""
     layout: Layout | Callable[[nn.Module], Layout] = "NLC"

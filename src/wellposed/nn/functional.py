@@ -115,6 +115,11 @@ def _check_tokens(x: Tensor) -> None:
         raise TypeError(f"tokens must be a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one.")
     if not x.is_floating_point():
         raise TypeError(f"tokens must be floating point, got {x.dtype}; convert with x.float().")
+    if x.is_nested:
+        raise TypeError(
+            "tokens must be a dense tensor, got a nested one; "
+            "build nn.TransformerEncoder with enable_nested_tensor=False."
+        )
     if x.ndim < 2:
         raise ValueError(
             f"tokens must have at least two axes (..., N, D), got shape {tuple(x.shape)}; "

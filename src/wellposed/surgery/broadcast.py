@@ -75,4 +75,6 @@ def _operation(block: Block, where: BroadcastWhere, scaled: bool, init: Init) ->
             f"expected a linear layer at {last_linear.name}, which tells the number of channels for CB_S, "
             f"got {type(owner).__name__}; use scaled=False."
         )
-    return ContextBroadcast(width, init=init, device=weight.device, dtype=weight.dtype)
+    # A quantised layer has integer weights.
+    dtype = weight.dtype if weight.is_floating_point() else None
+    return ContextBroadcast(width, init=init, device=weight.device, dtype=dtype)
