@@ -150,3 +150,14 @@ def test_cached_matrix_made_for_eager_use_serves_a_compiled_program():
     expected = gray(x, 0.5, "dct")
     compiled = torch.compile(lambda x: gray(x, 0.5, "dct"), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), expected)
+
+
+def test_second_derivative_and_forward_mode():
+    x = _random(4, 5).requires_grad_()
+    torch.autograd.gradgradcheck(dct2, x)
+    tangent = _random(4, 5)
+    _, jvp = torch.func.jvp(dct2, (x.detach(),), (tangent,))
+    torch.testing.assert_close(jvp, dct2(tangent))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.detach(), tangent)
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dct2(dual)).tangent, dct2(tangent))

@@ -50,8 +50,7 @@ def test_forward_keeps_dtype_and_digits(name, dtype):
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
 
 
-# The products of the DCT are plain ones, which PyTorch lowers in a backward pass inside autocast.
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "dct"])
+@over_operations
 @over_dtypes
 def test_backward_inside_autocast_keeps_dtype_and_digits(name, dtype):
     with torch.autocast("cpu", torch.bfloat16):

@@ -162,8 +162,8 @@ def find_place(name: str, module: nn.Module, tap: Tap, layout: Layout) -> Place:
         return Place(join_names(name, path), owner, tap.side, tap.layout or layout)
     raise ValueError(
         f"expected a submodule {' or '.join(map(repr, tap.paths))} in {name} ({type(module).__name__}), "
-        f"found {', '.join(child for child, _ in module.named_children())}; the row in wellposed.anatomy does "
-        "not fit this model, describe it with wellposed.anatomy.teach."
+        f"found {', '.join(child for child, _ in module.named_children())}; the row in wellposed.anatomy "
+        "does not fit this model, describe it with wellposed.anatomy.teach."
     )
 
 

@@ -12,10 +12,14 @@ True
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from wellposed.linalg.precision import without_autocast
 
 
 def _compute_dct_matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -55,14 +59,45 @@ def dct_matrix(n: int, *, like: Tensor) -> Tensor:
     return make(n, like.dtype, like.device)
 
 
+class _Rotate(torch.autograd.Function):
+    """rows @ x @ columns^T, whose gradient keeps its digits in a backward pass inside autocast too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        return rows @ x @ columns.mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        _, rows, columns = inputs
+        ctx.save_for_backward(rows, columns)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        rows, columns = ctx.saved_tensors
+        with without_autocast(grad):
+            return _rotate(grad, rows.mT, columns.mT), None, None
+
+
+def _rotate(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    # Plain products under forward-mode differentiation, for which a Function needs a rule that the
+    # compiler does not take.
+    if not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    ):
+        return rows @ x @ columns.mT
+    out: Tensor = _Rotate.apply(x, rows, columns)
+    return out
+
+
 def dct2(x: Tensor) -> Tensor:
     """Orthonormal DCT-II over the last two axes of x (..., N, D)."""
-    rows, columns = dct_matrix(x.shape[-2], like=x), dct_matrix(x.shape[-1], like=x)
-    return rows @ x @ columns.mT
+    return _rotate(x, dct_matrix(x.shape[-2], like=x), dct_matrix(x.shape[-1], like=x))
 
 
 def idct2(coefficients: Tensor) -> Tensor:
     """Inverse of :func:`dct2`."""
     rows = dct_matrix(coefficients.shape[-2], like=coefficients)
     columns = dct_matrix(coefficients.shape[-1], like=coefficients)
-    return rows.mT @ coefficients @ columns
+    return _rotate(coefficients, rows.mT, columns.mT)

@@ -22,7 +22,6 @@ True
 
 # Shapes: X (..., N, D), k = min(N, D), U (..., N, k), s (..., k), V (..., D, k), G like X.
 
-import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from wellposed.linalg.power import DEFAULT_FLOOR, power_gain
+from wellposed.linalg.precision import without_autocast
 
 
 class _Scaled(NamedTuple):
@@ -140,7 +140,7 @@ class _SVDPower(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
         U, s, Vh, finite = ctx.saved_tensors
         # A caller may run backward inside autocast; these products need their digits.
-        with contextlib.nullcontext() if grad.is_meta else torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad):
             out = _adjoint(U, s, Vh.mT, grad, ctx.eps, ctx.floor, ctx.rescale)
         return torch.where(finite, out, 0), None, None, None
 

@@ -4,7 +4,6 @@ N tokens, D channels, any batch shape. Both compute in at least float32 whatever
 return the dtype they were given.
 """
 
-import contextlib
 import numbers
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from wellposed.linalg import DEFAULT_FLOOR, dct2, idct2, power_gain, svd_power
+from wellposed.linalg.precision import without_autocast
 
 Method = Literal["spectral", "svd", "dct"]
 
@@ -105,8 +105,7 @@ def _gray_dct(x: Tensor, eps: float, *, rescale: bool, floor: float) -> Tensor:
 
 def _in_float32(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply ``function`` in at least float32, outside autocast, and give x's dtype back."""
-    # Meta tensors know no autocast.
-    with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return function(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
 
 
