@@ -55,8 +55,8 @@ class PixelGraying(TokenGraying):
     """Gray the patch matrix of images (..., C, H, W) and give images back.
 
     Row n of the matrix is patch n, read as a patch convolution reads it: channel, row, column. As the
-    last step of a torchvision transform it sees one image (C, H, W) and costs the training step
-    nothing; inside a model it sees a batch.
+    last step of a torchvision transform it sees one image (C, H, W) and runs in the data loader's
+    workers; inside a model it sees a batch.
 
     >>> images = torch.rand(2, 3, 32, 32)
     >>> PixelGraying(8, eps=0.7)(images).shape
