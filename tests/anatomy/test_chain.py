@@ -8,14 +8,24 @@ from torch import nn
 
 import wellposed as wp
 from wellposed.anatomy import Add, BlockRow, after, blocks, taps, teach, verify
-from wellposed.anatomy.families import BLOCKS
+from wellposed.anatomy.families import BLOCKS, EMBEDDINGS
 from wellposed.anatomy.seam import close_seam, is_seamed, joins, open_seam
-from zoo import BY_NAME, Case, every_family, output
+from zoo import BY_NAME, CASES, Case, every_family, output
 
 
 def open_all(model: nn.Module) -> None:
     for block in blocks(model):
         open_seam(block.module, block.row)
+
+
+def test_every_row_of_the_table_has_a_model() -> None:
+    classes = {
+        f"{cls.__module__}.{cls.__qualname__}"
+        for case in CASES
+        for module in case.model().modules()
+        for cls in type(module).__mro__
+    }
+    assert {*BLOCKS, *EMBEDDINGS} <= classes
 
 
 @every_family

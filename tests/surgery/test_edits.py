@@ -10,7 +10,7 @@ from torch import nn
 
 import wellposed as wp
 from wellposed.surgery.insertion import Inserted
-from zoo import BY_NAME, Case, every_family, families, output
+from zoo import BY_NAME, WITH_EMBEDDING, Case, every_family, families, output
 
 POSITIONS = ("mlp.end", "mlp.middle", "mlp.start", "attention.end")
 
@@ -111,11 +111,9 @@ def test_graying_everywhere(case: Case, where: str) -> None:
     assert not torch.allclose(output(model, x), plain)
 
 
-@every_family
+@families(*WITH_EMBEDDING)
 def test_embedded_tokens_are_what_is_grayed(case: Case) -> None:
     """The layout is right: kappa of what leaves the tap is kappa of what reached it, to the power eps."""
-    if not case.has_embedding:
-        pytest.skip("takes tokens, has no embedding")
     model, x = case.model(dtype=torch.float64), case.input(dtype=torch.float64)
     wp.gray_tokens(model, 0.5, "svd")
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []

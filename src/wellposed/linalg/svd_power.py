@@ -110,7 +110,10 @@ def _adjoint(U: Tensor, s: Tensor, V: Tensor, G: Tensor, eps: float, floor: floa
     out = U @ core @ V.mT
     out = out + (U * gain[..., None, :]) @ (UtG - H @ V.mT)
     out = out + ((GV - U @ H) * gain[..., None, :]) @ V.mT
-    return out if rescale else out / s_max[..., None]
+    out = out if rescale else out / s_max[..., None]
+    # At a zero matrix no value is small beside another: the identity is its gradient there, not the floor's
+    # slope, which float16 may not hold.
+    return torch.where(s[..., :1, None] > 0, out, G)
 
 
 class _SVDPower(torch.autograd.Function):

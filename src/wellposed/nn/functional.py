@@ -44,7 +44,7 @@ def gray(
         floor: values below ``floor`` times the largest are scaled linearly, which bounds the gradient.
 
     A matrix that holds a non-finite value gives a non-finite result, the others are untouched. Zero
-    tokens give zeros.
+    tokens give zeros, and pass their gradient on as it is.
 
     >>> import torch
     >>> x = torch.diag(torch.tensor([100.0, 1.0]))
@@ -97,10 +97,13 @@ def _gray_dct(x: Tensor, eps: float, *, rescale: bool, floor: float) -> Tensor:
     coefficients = dct2(x)
     magnitude = coefficients.abs()
     largest = magnitude.amax((-2, -1), keepdim=True)
-    largest = torch.where(largest == 0, 1, largest)
+    is_zero = largest == 0
+    largest = torch.where(is_zero, 1, largest)
+    # Of a zero matrix nothing is small beside the largest: its gradient is the identity.
+    relative = torch.where(is_zero, 1, magnitude / largest)
     if not rescale:
         coefficients = coefficients / largest
-    return idct2(coefficients * power_gain(magnitude / largest, eps, floor))
+    return idct2(coefficients * power_gain(relative, eps, floor))
 
 
 def _in_float32(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
