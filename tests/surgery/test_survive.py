@@ -126,12 +126,21 @@ def test_exports_strictly_with_a_free_batch(case: Case, method: str) -> None:
     )
 
 
-@families(
-    "timm vit", "timm swinv2", "timm cait", "timm pvt_v2", "timm convmixer", "hf vit", "torchvision vit",
-    "torch encoder",
-)  # fmt: skip
+def without_fused_attention(model: nn.Module) -> nn.Module:
+    if hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation("eager")
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+    return model
+
+
+@every_family
 def test_runs_in_onnxruntime(case: Case, tmp_path) -> None:
     model, x = edited(case), case.input()
+    if case.name in ("timm beit", "hf beit", "hf swin"):
+        # PyTorch's exporter fails on fused attention with a bias, in the unedited models too.
+        model = without_fused_attention(model)
     torch.onnx.export(Tensors(model), (x,), tmp_path / "model.onnx", dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
