@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from wellposed.anatomy.layout import from_tokens, to_tokens
 from wellposed.anatomy.model import Place
 from wellposed.anatomy.rows import Layout
 
@@ -33,17 +34,9 @@ class Inserted(nn.Module):
         return self._apply_op(value)
 
     def _apply_op(self, x: Tensor) -> Tensor:
-        out: Tensor
-        match self.layout:
-            case "NHWC":
-                out = self.op(x.flatten(1, 2)).reshape(x.shape)
-            case "NCHW":
-                out = self.op(x.flatten(2).mT).mT.reshape(x.shape)
-            case "LNC":
-                out = self.op(x.transpose(0, 1)).transpose(0, 1)
-            case _:
-                out = self.op(x)
-        return out
+        if self.layout is None:
+            return cast(Tensor, self.op(x))
+        return from_tokens(self.op(to_tokens(x, self.layout)), x, self.layout)
 
 
 def run_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,1 @@
+"""Measurements on a model and images, as records. They leave the model exactly as they found it."""

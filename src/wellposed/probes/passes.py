@@ -1,0 +1,34 @@
+"""Running forward passes while probes look on."""
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.anatomy.model import Block
+from wellposed.probes.observe import observed, plain
+from wellposed.records import Record
+
+
+class Probe(Protocol):
+    """Collects what it sees inside :meth:`watching` and tells it in :meth:`records`."""
+
+    def watching(self) -> contextlib.AbstractContextManager[None]: ...
+
+    def records(self) -> list[Record]: ...
+
+
+def forward_passes(
+    model: nn.Module, batches: Iterable[Tensor], make_probes: Callable[[list[Block]], list[Probe]]
+) -> list[Record]:
+    """The records of the probes that ``make_probes`` makes for the model's blocks, over all batches."""
+    model = plain(model)
+    with observed(model) as found, torch.no_grad(), contextlib.ExitStack() as stack:
+        probes = make_probes(found)
+        for probe in probes:
+            stack.enter_context(probe.watching())
+        for batch in batches:
+            model(batch)
+        return [record for probe in probes for record in probe.records()]

@@ -1,0 +1,146 @@
+"""The typed rows that flow from a measurement to a table, a file or a report.
+
+A record says what was measured, where, and how the number was made: which estimator, in which dtype, to
+which tolerance, from how many images, and whether it is the value or only a bound of it.
+"""
+
+import csv
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["ok", "at least", "at most", "not converged", "not measured"]
+"""``at least`` and ``at most``: the value is a bound, the arithmetic cannot tell more. ``not measured``:
+there is no such quantity here, ``note`` says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One measured quantity.
+
+    Args:
+        measure: what: ``"kappa"``, ``"effective rank"``, ``"entropy"``, ...
+        value: the median over the images unless ``note`` says otherwise; None where not measured.
+        block: index of the block, None for the whole model.
+        module: name of the module in the model.
+        position: where in the block: ``"input"``, ``"attention.branch"``, ``"ffn.sum"``, ...
+        head: index of the attention head, None for all.
+        low, high: quartiles over the images; for an estimate of one image, its error bar.
+        bound: what a theorem says the value stays below.
+        images: from how many images.
+        status: see :data:`Status`.
+        note: what a reader should know beside.
+        estimator: how the number was made.
+        dtype: of the tokens or weights it was made from.
+        tolerance: relative error of the estimator, None where it is not known.
+        samples: the value of each image; None where it could not be told.
+        curve: a sequence that is the result itself: a mean spectrum.
+    """
+
+    measure: str
+    value: float | None
+    block: int | None = None
+    module: str = ""
+    position: str = ""
+    head: int | None = None
+    low: float | None = None
+    high: float | None = None
+    bound: float | None = None
+    images: int = 0
+    status: Status = "ok"
+    note: str = ""
+    estimator: str = ""
+    dtype: str = ""
+    tolerance: float | None = None
+    samples: tuple[float | None, ...] = ()
+    curve: tuple[float, ...] = ()
+
+    @property
+    def log(self) -> float | None:
+        """Natural logarithm of the value, as the paper reports kappa."""
+        return math.log(self.value) if self.value is not None and self.value > 0 else None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What identifies the quantity, to find it in another diagnosis."""
+        return (self.measure, self.block, self.position, self.head)
+
+    def text(self) -> str:
+        """The value for people, with its status."""
+        if self.value is None:
+            return "-"
+        number = short(self.value)
+        match self.status:
+            case "at least":
+                return f"≥ {number}"
+            case "at most":
+                return f"≤ {number}"
+            case "not converged":
+                return f"~ {number}"
+            case _:
+                return number
+
+
+def short(value: float) -> str:
+    """Three digits, with an exponent where it is shorter.
+
+    >>> short(0.98765), short(123456.0), short(3e7)
+    ('0.988', '1.23e5', '3e7')
+    """
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def dtype_name(dtype: object) -> str:
+    """``float32`` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+_COLUMNS = tuple(field.name for field in dataclasses.fields(Record) if field.name not in ("samples", "curve"))
+
+
+def write_csv(records: Iterable[Record], path: str | Path) -> None:
+    """One line a record, with ``log``; the samples and curves are in the JSON alone."""
+    with Path(path).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([*_COLUMNS, "log"])
+        for record in records:
+            row = [getattr(record, name) for name in _COLUMNS]
+            writer.writerow(["" if value is None else value for value in (*row, record.log)])
+
+
+def to_dict(record: Record) -> dict[str, Any]:
+    """For JSON; what holds nothing is left out."""
+    return {
+        field.name: getattr(record, field.name)
+        for field in dataclasses.fields(Record)
+        if field.name in ("measure", "value") or getattr(record, field.name) not in (None, "", ())
+    }
+
+
+def from_dict(values: dict[str, Any]) -> Record:
+    known = {field.name for field in dataclasses.fields(Record)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ValueError(f"a record has the fields {', '.join(sorted(known))}, got {', '.join(unknown)} too.")
+    return Record(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+
+
+def write_json(records: Sequence[Record], about: dict[str, Any], path: str | Path) -> None:
+    """One JSON object: ``about`` and ``records``."""
+    content = {"about": about, "records": [to_dict(record) for record in records]}
+    Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: str | Path) -> tuple[list[Record], dict[str, Any]]:
+    """What :func:`write_json` wrote."""
+    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or not {"about", "records"} <= content.keys():
+        raise ValueError(f"expected a diagnosis with 'about' and 'records' in {path}; Diagnosis.to_json writes one.")
+    return [from_dict(values) for values in content["records"]], content["about"]
