@@ -142,5 +142,7 @@ def read_json(path: str | Path) -> tuple[list[Record], dict[str, Any]]:
     """What :func:`write_json` wrote."""
     content = json.loads(Path(path).read_text(encoding="utf-8"))
     if not isinstance(content, dict) or not {"about", "records"} <= content.keys():
-        raise ValueError(f"expected a diagnosis with 'about' and 'records' in {path}; Diagnosis.to_json writes one.")
+        raise ValueError(
+            f"expected a diagnosis with 'about' and 'records' in {path}; Diagnosis.to_json writes one."
+        )
     return [from_dict(values) for values in content["records"]], content["about"]
