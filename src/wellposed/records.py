@@ -129,7 +129,8 @@ def from_dict(values: dict[str, Any]) -> Record:
     unknown = sorted(set(values) - known)
     if unknown:
         raise ValueError(f"a record has the fields {', '.join(sorted(known))}, got {', '.join(unknown)} too.")
-    return Record(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return Record(**fields)
 
 
 def write_json(records: Sequence[Record], about: dict[str, Any], path: str | Path) -> None:

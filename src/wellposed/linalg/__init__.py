@@ -2,6 +2,27 @@
 
 from wellposed.linalg.dct import dct2, dct_matrix, idct2
 from wellposed.linalg.power import DEFAULT_FLOOR, power_gain
+from wellposed.linalg.spectrum import (
+    KAPPA_LIMIT,
+    ConditionNumber,
+    condition_number,
+    effective_rank,
+    singular_values,
+    stable_rank,
+)
 from wellposed.linalg.svd_power import svd_power
 
-__all__ = ["DEFAULT_FLOOR", "dct2", "dct_matrix", "idct2", "power_gain", "svd_power"]
+__all__ = [
+    "DEFAULT_FLOOR",
+    "KAPPA_LIMIT",
+    "ConditionNumber",
+    "condition_number",
+    "dct2",
+    "dct_matrix",
+    "effective_rank",
+    "idct2",
+    "power_gain",
+    "singular_values",
+    "stable_rank",
+    "svd_power",
+]

@@ -25,7 +25,13 @@ def forward_passes(
 ) -> list[Record]:
     """The records of the probes that ``make_probes`` makes for the model's blocks, over all batches."""
     model = plain(model)
-    with observed(model) as found, torch.no_grad(), contextlib.ExitStack() as stack:
+    # Tensors of inference mode would not tell when they are changed in place.
+    with (
+        observed(model) as found,
+        torch.inference_mode(False),
+        torch.no_grad(),
+        contextlib.ExitStack() as stack,
+    ):
         probes = make_probes(found)
         for probe in probes:
             stack.enter_context(probe.watching())

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from wellposed.text import aligned
+
 _TITLES = ("edit", "where", "block", "module", "detail")
 
 
@@ -32,6 +34,4 @@ class Edits(tuple[Edit, ...]):
             (edit.kind, edit.where, "-" if edit.block is None else str(edit.block), edit.module, edit.detail)
             for edit in self
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-        return "\n".join(lines)
+        return aligned(rows)

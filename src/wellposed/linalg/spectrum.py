@@ -1,0 +1,245 @@
+r"""Singular values, condition number and ranks of token matrices, batched, with float64 inside.
+
+On a CPU the singular values come from LAPACK, after a QR factorisation where the matrix is long. On a
+GPU a batched SVD is slow, so the condition number comes from the Gram matrix :math:`A = X X^T`: powers of
+A and of its inverse, by repeated squaring, single out the directions u of the largest and the smallest
+singular value, and
+
+.. math::
+    \sigma = \|X^T u\| / \|u\|
+
+reads the value off X itself. An error of u enters squared, so the digits lost in forming A come back; and
+any u gives at most :math:`\sigma_{\max}` and at least :math:`\sigma_{\min}`, so kappa is never made up.
+
+>>> x = torch.diag(torch.tensor([4.0, 2.0, 1.0]))
+>>> condition_number(x)
+ConditionNumber(kappa=tensor(4., dtype=torch.float64), at_least=tensor(False))
+>>> condition_number(torch.ones(3, 5))
+ConditionNumber(kappa=tensor(30000000., dtype=torch.float64), at_least=tensor(True))
+"""
+
+# Shapes: X (..., N, D) with N <= D inside, A (..., N, N), singular values (..., min(N, D)).
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wellposed.linalg.precision import without_autocast
+
+KAPPA_LIMIT = 3e7
+"""Condition numbers are told up to here. Float32 tokens hold no more, and beyond it the Gram matrix would
+have no digit of the smallest singular value left."""
+
+TOLERANCE = 5e-3
+"""Relative error of :func:`condition_number` on a GPU; on a CPU it is that of LAPACK."""
+
+_SQUARINGS = 6
+_SQUARINGS_FOR_LARGEST = 7  # in float16, where they are cheap
+_SMALL = 1e-4
+
+
+class ConditionNumber(NamedTuple):
+    """Condition numbers (...), and where they are lower bounds only.
+
+    ``kappa`` is NaN for a matrix that holds a non-finite value. Where ``at_least`` is True the true value
+    is ``kappa`` or more: the smallest singular value is below what the arithmetic, or the rounding of the
+    tokens themselves, can tell.
+    """
+
+    kappa: Tensor
+    at_least: Tensor
+
+
+def condition_number(x: Tensor, *, singular_values: Tensor | None = None) -> ConditionNumber:
+    """sigma_max / sigma_min of each matrix of x (..., N, D), over its min(N, D) singular values.
+
+    Args:
+        x: floating point. Below float32 the dtype counts: tokens rounded to bfloat16 carry an error of up
+            to 2^-8 in every entry, and a kappa that only this noise decides is given as a lower bound.
+        singular_values: of x, where they are known already.
+    """
+    _check(x)
+    with torch.no_grad(), without_autocast(x):
+        wide = _wide(x)
+        if singular_values is not None:
+            largest, smallest = singular_values[..., 0], singular_values[..., -1]
+        elif _by_lapack(x):
+            values = _lapack_values(wide)
+            largest, smallest = values[..., 0], values[..., -1]
+        else:
+            in_range, scale = _in_range(x, wide)
+            largest, smallest = (value * scale for value in _extremes_by_squaring(in_range))
+        kappa, limit = largest / smallest, _limit(x, wide, largest)
+        at_least = largest.isfinite() & ~(kappa < limit)  # zero tokens too, whose kappa is 0 / 0
+        return ConditionNumber(torch.where(at_least, limit, kappa), at_least)
+
+
+def singular_values(x: Tensor) -> Tensor:
+    """Singular values (..., min(N, D)) of each matrix of x (..., N, D), descending, float64.
+
+    Accurate to 1e-4 of each value down to sigma_max / 1e6. NaN for a matrix with a non-finite value.
+    """
+    _check(x)
+    with torch.no_grad(), without_autocast(x):
+        wide = _wide(x)
+        if _by_lapack(x):
+            return _lapack_values(wide)
+        in_range, scale = _in_range(x, wide)
+        return _gram_values(in_range) * scale[..., None]
+
+
+def effective_rank(values: Tensor) -> Tensor:
+    """Exponential of the entropy of the normalised singular values (..., k) (Roy, Vetterli 2007): 1 to k."""
+    p = values / values.sum(-1, keepdim=True)
+    entropy: Tensor = torch.special.entr(p).sum(-1)
+    return entropy.exp()
+
+
+def stable_rank(values: Tensor) -> Tensor:
+    """Squared Frobenius norm over squared spectral norm, from the singular values (..., k): 1 to k."""
+    return (values / values[..., :1]).square().sum(-1)
+
+
+def estimator(x: Tensor) -> str:
+    """How :func:`condition_number` and :func:`singular_values` work for x."""
+    return "float64 SVD" if _by_lapack(x) else "float64 Gram matrix, values read off the tokens"
+
+
+def _by_lapack(x: Tensor) -> bool:
+    return x.device.type != "cuda"
+
+
+def _wide(x: Tensor) -> Tensor:
+    """X in float64 with no more rows than columns; MPS knows no float64, its tensors go to the CPU."""
+    x = x.cpu() if x.device.type == "mps" else x
+    x = x.detach().double()
+    return x if x.shape[-2] <= x.shape[-1] else x.mT
+
+
+def _lapack_values(x: Tensor) -> Tensor:
+    # LAPACK refuses the whole batch for one NaN: bad matrices pass through it as zeros.
+    finite = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    x = torch.where(finite, x, 0)
+    if x.shape[-1] >= 2 * x.shape[-2]:
+        x = torch.linalg.qr(x.mT, mode="r").R
+    return torch.where(finite[..., 0], torch.linalg.svdvals(x), torch.nan)
+
+
+def _in_range(x: Tensor, wide: Tensor) -> tuple[Tensor, Tensor]:
+    """``wide`` scaled so that its squares stay in the range of float64, and the scale (...)."""
+    if x.dtype != torch.float64:  # squares of narrower types do anyway
+        return wide, torch.ones(wide.shape[:-2], dtype=wide.dtype, device=wide.device)
+    largest = wide.abs().amax((-2, -1), keepdim=True)
+    scale = torch.where(largest > 0, largest, 1)
+    return wide / scale, scale[..., 0, 0]
+
+
+def _gram_values(x: Tensor) -> Tensor:
+    finite = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    x = torch.where(finite, x, 0)
+    values, rotated = _rotate(x)
+    # The Gram matrix has few digits of the small values beside a large one. Without the large ones it has
+    # them all.
+    is_small = values < _SMALL * values.amax(-1, keepdim=True)
+    if bool(is_small.any()):
+        small, _ = _rotate(torch.where(is_small[..., None], rotated, 0))
+        ranked = small.sort(-1, descending=True).values
+        place = (is_small.cumsum(-1) - 1).clamp(min=0)
+        values = torch.where(is_small, ranked.gather(-1, place), values)
+    return torch.where(finite[..., 0], values.sort(-1, descending=True).values, torch.nan)
+
+
+def _rotate(x: Tensor) -> tuple[Tensor, Tensor]:
+    """X turned to nearly orthogonal rows, and their lengths: its singular values."""
+    _, U = torch.linalg.eigh(x @ x.mT)
+    rotated = U.mT @ x
+    return rotated.square().sum(-1).sqrt(), rotated
+
+
+def _extremes_by_squaring(x: Tensor) -> tuple[Tensor, Tensor]:
+    A = x @ x.mT
+    # A wrong direction that float16 mixes in cannot be longer than the largest singular value, but it can
+    # be 1e7 times longer than the smallest: that one needs all digits.
+    u = _dominant(_aligned(A), torch.float16, _SQUARINGS_FOR_LARGEST)[..., : A.shape[-1], :]
+    for _ in range(2):
+        u = _unit(A @ u)
+    w = _dominant(_aligned(_inverse_without(u, A)), torch.float64, _SQUARINGS)[..., : A.shape[-1], :]
+    if A.shape[-1] > 1:
+        w = w - u @ (u.mT @ w)  # rounding has mixed a little of the largest in
+    return _gain(u, x), _gain(w, x)
+
+
+def _inverse_without(u: Tensor, A: Tensor) -> Tensor:
+    """The inverse of A, with its largest eigenvalue, of the eigenvector u, lowered to the size of the others.
+
+    Beside one large eigenvalue, as a common part of all tokens causes it, Cholesky would round the small
+    ones away.
+    """
+    eps = torch.finfo(A.dtype).eps
+    trace = A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    Au = A @ u
+    largest = (u * Au).sum((-2, -1), keepdim=True)
+    # Four times the sum of the others: well away from the smallest, which is looked for.
+    lowered = 4 * torch.maximum(trace - largest, eps * trace)
+    deflated = A + torch.cat([u, Au], -1) @ torch.cat([(largest + lowered) * u - Au, -u], -1).mT
+    # The shift keeps Cholesky going where rounding has made the matrix indefinite; it moves no eigenvector.
+    shift = eps * (trace / 2 + lowered)
+    identity = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    L, _ = torch.linalg.cholesky_ex(deflated + torch.where(shift > 0, shift, 1) * identity)
+    L_inverse = torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False)
+    return L_inverse.mT @ L_inverse
+
+
+def _aligned(A: Tensor) -> Tensor:
+    """A with zeros up to a multiple of 8 rows and columns: products of odd sizes take a third longer."""
+    missing = -A.shape[-1] % 8
+    return torch.nn.functional.pad(A, (0, missing, 0, missing)) if missing else A
+
+
+def _dominant(A: Tensor, dtype: torch.dtype, squarings: int) -> Tensor:
+    """About the eigenvector (..., N, 1) of the largest eigenvalue of positive definite matrices."""
+    A = _unit_diagonal(A).to(dtype)
+    for _ in range(squarings):
+        A = _unit_diagonal(A @ A)
+    # The column with the largest diagonal entry has the largest share of that eigenvector.
+    index = A.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
+    return A.gather(-1, index.expand(*A.shape[:-1], 1)).double()
+
+
+def _unit_diagonal(A: Tensor) -> Tensor:
+    """A positive definite matrix with entries of at most one."""
+    largest = A.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+    return A / torch.where(largest > 0, largest, 1)
+
+
+def _unit(u: Tensor) -> Tensor:
+    length = u.square().sum((-2, -1), keepdim=True).sqrt()
+    return u / torch.where(length > 0, length, 1)
+
+
+def _gain(u: Tensor, x: Tensor) -> Tensor:
+    length: Tensor = (_unit(u).mT @ x).square().sum((-2, -1)).sqrt()
+    return length
+
+
+def _limit(x: Tensor, wide: Tensor, largest: Tensor) -> Tensor:
+    """The largest kappa that can be told."""
+    limit = torch.full_like(largest, KAPPA_LIMIT)
+    unit = torch.finfo(x.dtype).eps / 2
+    if unit <= torch.finfo(torch.float32).eps:
+        return limit
+    # Rounding errors are independent, about u / sqrt(3) of each entry: this is their spectral norm.
+    rows, columns = wide.shape[-2:]
+    noise = unit / 3**0.5 * (rows**-0.5 + columns**-0.5) * wide.square().sum((-2, -1)).sqrt()
+    return torch.where(largest > 0, (largest / noise).clamp(max=KAPPA_LIMIT), limit)
+
+
+def _check(x: Tensor) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"expected a floating point tensor (..., N, D), got {got}; convert with x.float().")
+    if x.ndim < 2 or x.shape[-1] == 0 or x.shape[-2] == 0:
+        raise ValueError(
+            f"expected matrices (..., N, D) with at least one row and column, got shape {tuple(x.shape)}."
+        )

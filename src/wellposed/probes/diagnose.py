@@ -1,0 +1,166 @@
+"""One call that measures a model."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+
+from wellposed.anatomy.model import Block, BlockSelection, blocks, select
+from wellposed.probes.attention_maps import no_attention
+from wellposed.probes.bounds import bounds as measure_bounds
+from wellposed.probes.conditioning import ConditioningProbe
+from wellposed.probes.density import DensityProbe
+from wellposed.probes.diagnosis import Diagnosis
+from wellposed.probes.images import image_batches
+from wellposed.probes.jacobian import jacobian_spectrum
+from wellposed.probes.ntk import ntk_spectrum
+from wellposed.probes.observe import plain
+from wellposed.probes.passes import Probe, forward_passes
+from wellposed.records import Record
+from wellposed.surgery.undo import edits
+
+What = Literal["conditioning", "density", "bounds", "jacobian", "ntk"]
+EVERYTHING: tuple[What, ...] = get_args(What)
+DEFAULT: tuple[What, ...] = ("conditioning", "density")
+
+NTK_IMAGES = 8
+
+
+def diagnose(
+    model: nn.Module,
+    images: object,
+    *,
+    what: What | Sequence[What] | None = None,
+    blocks: BlockSelection = None,
+    max_images: int | None = None,
+    attention_images: int = 16,
+    batch_size: int = 16,
+    transform: Callable[[Any], Tensor] | None = None,
+    progress: bool | None = None,
+) -> Diagnosis:
+    """Measure how ill-conditioned a model is, and leave it exactly as it was.
+
+    Args:
+        model: any model of a known family, edited or not, compiled or wrapped in DDP or not, on any
+            device. It is run in evaluation mode, inside autocast if the caller is.
+        images: a tensor (B, C, H, W); a folder; paths or PIL images; a DataLoader.
+        what: ``"conditioning"``: kappa, ranks and spectrum of the tokens at each position of each block;
+            ``"density"``: how near attention is to uniform; ``"bounds"``: kappa beside what the paper's
+            propositions say, on 4 images; ``"jacobian"``: extreme singular values of the attention and
+            FFN Jacobians of the blocks named (of block 0 if none is), at the first image; ``"ntk"``:
+            condition number of the neural tangent kernel of 8 images. None is the first two.
+        blocks: an index, a slice, several indices, or None for all.
+        max_images: None is all of a tensor or list, and a few dozen of a folder or DataLoader.
+        attention_images: density is measured on so many images; the others keep fused attention.
+        batch_size: of the forward passes.
+        transform: from a PIL image to the model's input; None is the model's own preprocessing.
+        progress: a progress bar on the terminal; None shows one if there is a terminal.
+
+    >>> import timm, torch
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
+    >>> diagnosis = diagnose(model, torch.randn(2, 3, 224, 224))
+    >>> diagnosis.select("kappa", block=1, position="attention.branch")[0].images
+    2
+    """
+    started = time.perf_counter()
+    chosen = _check_what(what)
+    inner = plain(model)
+    found = _blocks(inner, blocks)
+    notes: list[str] = []
+    if "density" in chosen and what is None and all(map(no_attention, found)):
+        notes.append(f"density not measured: {no_attention(found[0])}")
+        chosen = tuple(name for name in chosen if name != "density")
+    batches = image_batches(images, inner, batch_size=batch_size, limit=max_images, transform=transform)
+    records: list[Record] = []
+    with _Bar(progress) as bar:
+        if {"conditioning", "density"} & set(chosen):
+
+            def probes(present: list[Block]) -> list[Probe]:
+                wanted = [block for block in present if block.index in {b.index for b in found}]
+                made: list[Probe] = []
+                if "conditioning" in chosen:
+                    made.append(ConditioningProbe(wanted))
+                if "density" in chosen:
+                    made.append(DensityProbe(wanted, attention_images))
+                return made
+
+            records += forward_passes(model, bar.over(batches, "forward passes"), probes)
+        if "bounds" in chosen:
+            bar.say("bounds")
+            records += measure_bounds(model, batches, blocks=blocks)
+        if "jacobian" in chosen:
+            for block in found if blocks is not None else found[:1]:
+                for part in block.row.roles:
+                    for skip in (False, True):
+                        bar.say(f"Jacobian of {block.name}, {part}{' with skip' if skip else ''}")
+                        spectrum = jacobian_spectrum(
+                            model, batches, block=block.index, part=part, skip=skip, on_step=bar.step
+                        )
+                        records += spectrum.records()
+        if "ntk" in chosen:
+            bar.say("neural tangent kernel")
+            records += ntk_spectrum(model, batches, max_images=NTK_IMAGES, groups="parts")
+    about = _about(model, inner, records, batches.notes + notes)
+    return Diagnosis(tuple(records), about | {"what": list(chosen), "seconds": time.perf_counter() - started})
+
+
+def _check_what(what: What | Sequence[What] | None) -> tuple[What, ...]:
+    if what is None:
+        return DEFAULT
+    chosen: tuple[What, ...] = (what,) if isinstance(what, str) else tuple(what)  # type: ignore[assignment]
+    unknown = [name for name in chosen if name not in EVERYTHING]
+    if unknown or not chosen:
+        got = ", ".join(map(repr, unknown)) or "nothing"
+        raise ValueError(f"what must be one or several of {', '.join(EVERYTHING)}, got {got}.")
+    return tuple(dict.fromkeys(chosen))
+
+
+def _blocks(model: nn.Module, selection: BlockSelection) -> list[Block]:
+    return select(blocks(model), selection)
+
+
+def _about(model: nn.Module, inner: nn.Module, records: Iterable[Record], notes: list[str]) -> dict[str, Any]:
+    parameter = next(model.parameters(), torch.empty(0))
+    return {
+        "model": type(inner).__name__,
+        "edits": [f"{edit.kind} {edit.where} {edit.module} {edit.detail}".rstrip() for edit in edits(inner)],
+        "images": max((record.images for record in records), default=0),
+        "device": parameter.device.type,
+        "torch": torch.__version__,
+        "notes": notes,
+    }
+
+
+class _Bar:
+    """A progress bar on standard error, if there is someone to see it."""
+
+    def __init__(self, wanted: bool | None) -> None:
+        console = Console(stderr=True)
+        shown = console.is_terminal if wanted is None else wanted
+        self.progress = Progress(console=console, transient=True, disable=not shown)
+        self.task: Any = None
+
+    def __enter__(self) -> "_Bar":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def say(self, text: str, total: int | None = None) -> None:
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+        self.task = self.progress.add_task(text, total=total)
+
+    def step(self, done: int, most: int) -> None:
+        self.progress.update(self.task, completed=done, total=most)
+
+    def over(self, batches: Iterable[Tensor], text: str) -> Iterator[Tensor]:
+        self.say(text, len(batches) if hasattr(batches, "__len__") else None)
+        for batch in batches:
+            yield batch
+            self.progress.advance(self.task)

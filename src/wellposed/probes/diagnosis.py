@@ -1,0 +1,103 @@
+"""What was measured on a model, to print, to keep and to compare."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wellposed.probes.tables import as_html, as_text, block_table, pair_table, rest_table
+from wellposed.records import Record, read_json, write_csv, write_json
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The records of one model.
+
+    ``print`` shows a table with the worst block first; a notebook shows the same in colours.
+
+    Args:
+        records: everything measured.
+        about: the model, its edits, the images and what a reader should know beside.
+    """
+
+    records: tuple[Record, ...]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def select(self, measure: str | None = None, **where: Any) -> list[Record]:
+        """The records of a measure, and of a ``block``, ``position``, ``head`` or ``status``.
+
+        ``diagnosis.select("kappa", position="attention.branch")`` is one record a block.
+        """
+        wanted = where | ({"measure": measure} if measure is not None else {})
+        return [
+            record
+            for record in self.records
+            if all(getattr(record, name) == value for name, value in wanted.items())
+        ]
+
+    @property
+    def notes(self) -> list[str]:
+        return list(self.about.get("notes", []))
+
+    def __str__(self) -> str:
+        title = f"{self.about.get('model', 'model')}: {_images(self.about)}"
+        parts = [title, as_text(block_table(self.records)), as_text(rest_table(self.records))]
+        edits = self.about.get("edits", [])
+        parts.append("\n".join(f"edited: {edit}" for edit in edits))
+        parts.append("\n".join(f"note: {note}" for note in self.notes))
+        return "\n\n".join(part for part in parts if part)
+
+    def _repr_html_(self) -> str:
+        title = f"{self.about.get('model', 'model')}: {_images(self.about)}"
+        lines = [f"edited: {edit}" for edit in self.about.get("edits", [])]
+        lines += [f"note: {note}" for note in self.notes]
+        return as_html(title, [block_table(self.records), rest_table(self.records)], lines)
+
+    def to_csv(self, path: str | Path) -> None:
+        """One line a record, without the values of the single images."""
+        write_csv(self.records, path)
+
+    def to_json(self, path: str | Path) -> None:
+        """Everything; :meth:`from_json` reads it back."""
+        write_json(self.records, self.about, path)
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "Diagnosis":
+        records, about = read_json(path)
+        return cls(tuple(records), about)
+
+    def compare(self, other: "Diagnosis", names: tuple[str, str] = ("this", "other")) -> "Comparison":
+        """The two side by side, the largest change first."""
+        if not isinstance(other, Diagnosis):
+            raise TypeError(f"expected a Diagnosis to compare with, got {type(other).__name__}.")
+        theirs = {record.key: record for record in other.records}
+        pairs = [(record, theirs[record.key]) for record in self.records if record.key in theirs]
+        if not pairs:
+            raise ValueError(
+                "the two diagnoses share no quantity: expected the same measures (what=) at the same "
+                f"blocks, got {_measures(self.records)} and {_measures(other.records)}."
+            )
+        return Comparison(tuple(pairs), names)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Quantities that two diagnoses share, in pairs."""
+
+    pairs: tuple[tuple[Record, Record], ...]
+    names: tuple[str, str]
+
+    def __str__(self) -> str:
+        return as_text(pair_table(self.pairs, self.names))
+
+    def _repr_html_(self) -> str:
+        return as_html(" and ".join(self.names), [pair_table(self.pairs, self.names)], [])
+
+
+def _images(about: dict[str, Any]) -> str:
+    count = about.get("images")
+    return "" if count is None else f"{count} image{'s' if count != 1 else ''}"
+
+
+def _measures(records: Iterable[Record]) -> str:
+    return ", ".join(dict.fromkeys(record.measure for record in records)) or "nothing"

@@ -1,0 +1,154 @@
+"""Tables of records, as text and as HTML in which a bad condition number is red."""
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wellposed.linalg import KAPPA_LIMIT
+from wellposed.records import Record, short
+from wellposed.text import aligned
+
+_IN_BLOCK_TABLE = ("kappa", "entropy")
+_NOT_SHOWN = (
+    "rank deficient",
+    "effective rank",
+    "stable rank",
+    "spectrum",
+    "softmax jacobian frobenius",
+    "softmax jacobian trace",
+    "distance from uniform",
+)
+MOST_PAIRS = 40
+
+
+@dataclass(frozen=True)
+class Table:
+    """Titles, rows of cells, and a heat from 0 (good) to 1 (bad) for those cells that have one."""
+
+    caption: str
+    titles: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    heat: tuple[tuple[float | None, ...], ...]
+
+
+def block_table(records: Sequence[Record]) -> Table:
+    """One row a block: kappa at its positions, and the entropy of its attention. The worst block first."""
+    kappas = {(r.block, r.position): r for r in records if r.measure == "kappa" and r.head is None}
+    entropies = {r.block: r for r in records if r.measure == "entropy" and r.head is None}
+    positions = _shown_positions(kappas)
+    names = {r.block: r.module for r in (*kappas.values(), *entropies.values())}
+    worst_first = sorted(names, key=lambda block: _badness(block, kappas), reverse=True)
+    rows, heat = [], []
+    for block in worst_first:
+        cells = [kappas.get((block, position)) for position in positions]
+        if entropies:
+            cells.append(entropies.get(block))
+        rows.append((str(block), names[block], *("-" if r is None else r.text() for r in cells)))
+        heat.append((None, None, *(None if r is None else _heat(r) for r in cells)))
+    titles = ("block", "module", *(f"kappa {position}" for position in positions))
+    titles += ("entropy",) if entropies else ()
+    said = []
+    if kappas:
+        said.append("kappa: condition number of the token matrix, median over the images")
+    if entropies:
+        said.append("entropy: of the attention rows, 1 is uniform")
+    said.append("the worst block first")
+    return Table("; ".join(said), titles, tuple(rows), tuple(heat))
+
+
+def rest_table(records: Sequence[Record]) -> Table:
+    """What the block table does not hold: Jacobian, NTK, bounds."""
+    shown = [r for r in records if r.measure not in (*_IN_BLOCK_TABLE, *_NOT_SHOWN) and r.head is None]
+    rows = tuple((r.measure, _place(r), r.text(), _bar(r), _bound(r), r.note) for r in shown)
+    titles = ("measure", "where", "value", "quartiles or error bar", "bound", "note")
+    return Table("", titles, rows, tuple((None,) * len(titles) for _ in rows))
+
+
+def pair_table(pairs: Sequence[tuple[Record, Record]], names: tuple[str, str]) -> Table:
+    """Pairs of records and their ratio, the largest change first."""
+    told = [(a, b) for a, b in pairs if a.value is not None and b.value is not None]
+    told.sort(key=lambda pair: _change(*pair), reverse=True)
+    rows = [(a.measure, _place(a), a.text(), b.text(), _ratio(a, b)) for a, b in told[:MOST_PAIRS]]
+    titles = ("measure", "where", *names, "ratio")
+    heat = tuple((None, None, _heat(a), _heat(b), None) for a, b in told[:MOST_PAIRS])
+    left = len(told) - len(rows)
+    caption = "the largest change first" + (f"; {left} more pairs in .pairs" if left else "")
+    return Table(caption, titles, tuple(rows), heat)
+
+
+def as_text(table: Table) -> str:
+    if not table.rows:
+        return ""
+    numbers = tuple(
+        i for i, title in enumerate(table.titles) if title.startswith(("kappa", "entropy", "value"))
+    )
+    text = aligned([table.titles, *table.rows], right=numbers)
+    return f"{text}\n{table.caption}" if table.caption else text
+
+
+def as_html(title: str, tables: Sequence[Table], lines: Sequence[str]) -> str:
+    parts = [f"<div class='wellposed'><p><b>{html.escape(title)}</b></p>"]
+    for table in tables:
+        if not table.rows:
+            continue
+        head = "".join(f"<th style='text-align:left'>{html.escape(name)}</th>" for name in table.titles)
+        body = "".join(
+            "<tr>" + "".join(_cell(text, heat) for text, heat in zip(row, heats, strict=True)) + "</tr>"
+            for row, heats in zip(table.rows, table.heat, strict=True)
+        )
+        parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+        parts.append(f"<p>{html.escape(table.caption)}</p>" if table.caption else "")
+    parts += [f"<p>{html.escape(line)}</p>" for line in lines]
+    return "".join(parts) + "</div>"
+
+
+def _cell(text: str, heat: float | None) -> str:
+    style = ""
+    if heat is not None:  # from white to a red on which black text can be read
+        green, blue = 255 - round(115 * heat), 255 - round(125 * heat)
+        style = f" style='background:rgb(255,{green},{blue});color:#000'"
+    return f"<td{style}>{html.escape(text)}</td>"
+
+
+def _shown_positions(kappas: dict[tuple[int | None, str], Record]) -> list[str]:
+    """All positions, but a skip only where it is not what came before anyway."""
+    present = list(dict.fromkeys(position for _, position in kappas))
+    return [position for position in present if not position.endswith(".skip")]
+
+
+def _badness(block: int | None, kappas: dict[tuple[int | None, str], Record]) -> tuple[float, float, int]:
+    logs = [r.log or 0.0 for (index, _), r in kappas.items() if index == block and r.value is not None]
+    return (max(logs, default=0.0), sum(logs), -(block or 0))
+
+
+def _heat(record: Record) -> float | None:
+    if "kappa" not in record.measure or record.value is None:
+        return None
+    return min(max(math.log(record.value) / math.log(KAPPA_LIMIT), 0.0), 1.0) if record.value > 0 else None
+
+
+def _place(record: Record) -> str:
+    block = "" if record.block is None else f"block {record.block}"
+    head = "" if record.head is None else f"head {record.head}"
+    return " ".join(part for part in (block, record.position, head) if part) or "model"
+
+
+def _bar(record: Record) -> str:
+    return "" if record.low is None or record.high is None else f"{short(record.low)} to {short(record.high)}"
+
+
+def _bound(record: Record) -> str:
+    return "" if record.bound is None else short(record.bound)
+
+
+def _change(a: Record, b: Record) -> float:
+    if not a.value or not b.value or a.value * b.value < 0:
+        return abs((a.value or 0.0) - (b.value or 0.0))
+    return abs(math.log(b.value / a.value))
+
+
+def _ratio(a: Record, b: Record) -> str:
+    if not a.value or b.value is None or a.status != "ok" or b.status != "ok":
+        return "-"
+    return short(b.value / a.value)
