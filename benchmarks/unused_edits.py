@@ -7,15 +7,12 @@ Times a model and its seamed copy in turns, in one process, and reports the rati
 
 import argparse
 import copy
-import csv
-import platform
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import timm
 import torch
+from timing import compare, quartiles, seconds, write
 from torch import nn
 
 from wellposed.anatomy import blocks
@@ -43,34 +40,9 @@ def stepper(model: nn.Module, x: torch.Tensor, mode: str, repeats: int) -> Calla
             with torch.inference_mode(), autocast:
                 compiled(x)
 
-    def timed() -> float:
-        synchronize(x)
-        start = time.perf_counter()
-        for _ in range(repeats):
-            once()
-        synchronize(x)
-        return time.perf_counter() - start
-
     for _ in range(3):
         once()
-    return timed
-
-
-def synchronize(x: torch.Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize()
-
-
-def compare(plain: Callable[[], float], other: Callable[[], float], rounds: int) -> list[float]:
-    """Ratio other / plain of each round; who goes first changes from round to round."""
-    ratios = []
-    for index in range(rounds):
-        if index % 2:
-            b, a = other(), plain()
-        else:
-            a, b = plain(), other()
-        ratios.append(b / a)
-    return ratios
+    return lambda: seconds(lambda: [once() for _ in range(repeats)])
 
 
 def main() -> None:
@@ -93,9 +65,7 @@ def main() -> None:
             ("vit_tiny_patch16_224", "train eager", 8, 1),
         ]
     )
-    environment = f"{torch.cuda.get_device_name() if device == 'cuda' else platform.machine() + ' CPU'}, "
-    environment += f"torch {torch.__version__}, timm {timm.__version__}"
-    rows = []
+    rows: list[list[object]] = []
     for name, mode, batch, repeats in settings:
         torch.manual_seed(0)
         torch._dynamo.reset()
@@ -104,17 +74,13 @@ def main() -> None:
         steps = [stepper(each, x, mode, repeats) for each in (model, model, seamed(model))]
         # The model against itself shows what the measurement can tell.
         for against, other in (("itself", steps[1]), ("seamed", steps[2])):
-            ratios = compare(steps[0], other, arguments.rounds)
-            low, middle, high = statistics.quantiles(ratios, n=4)
+            pairs = compare(steps[0], other, arguments.rounds)
+            low, middle, high = quartiles([b / a for a, b in pairs])
             rows.append([name, mode, batch, against, f"{middle:.4f}", f"{low:.4f}", f"{high:.4f}"])
             print(*rows[-1], sep="  ", flush=True)
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.out.open("w", newline="") as file:
-            file.write(f"# {environment}; {arguments.rounds} rounds, alternating\n")
-            writer = csv.writer(file)
-            writer.writerow(["model", "mode", "batch", "against", "ratio median", "quartile 1", "quartile 3"])
-            writer.writerows(rows)
+        titles = ["model", "mode", "batch", "against", "ratio median", "quartile 1", "quartile 3"]
+        write(arguments.out, f"{arguments.rounds} rounds, alternating", titles, rows)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wellposed import anatomy, linalg, nn, surgery
+    from wellposed import anatomy, linalg, models, nn, probes, surgery
     from wellposed.errors import SeamError, UnknownModelError, WrappedModelError
+    from wellposed.probes import Diagnosis, diagnose
     from wellposed.surgery import Edit, Edits, broadcast_context, edits, gray_tokens, remove_skips, restore
 
 __version__ = "0.1.0"
@@ -18,6 +19,8 @@ _HOME = {
     "SeamError": "errors",
     "UnknownModelError": "errors",
     "WrappedModelError": "errors",
+    "Diagnosis": "probes",
+    "diagnose": "probes",
     "Edit": "surgery",
     "Edits": "surgery",
     "broadcast_context": "surgery",
@@ -26,9 +29,10 @@ _HOME = {
     "remove_skips": "surgery",
     "restore": "surgery",
 }
-_MODULES = ("anatomy", "errors", "linalg", "nn", "surgery")
+_MODULES = ("anatomy", "errors", "linalg", "models", "nn", "probes", "surgery")
 
 __all__ = [
+    "Diagnosis",
     "Edit",
     "Edits",
     "SeamError",
@@ -36,10 +40,13 @@ __all__ = [
     "WrappedModelError",
     "anatomy",
     "broadcast_context",
+    "diagnose",
     "edits",
     "gray_tokens",
     "linalg",
+    "models",
     "nn",
+    "probes",
     "remove_skips",
     "restore",
     "surgery",

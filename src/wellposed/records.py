@@ -31,6 +31,8 @@ class Record:
         head: index of the attention head, None for all.
         low, high: quartiles over the images; for an estimate of one image, its error bar.
         bound: what a theorem says the value stays below.
+        verdicts: for how many images (or windows) the bound holds, holds because it is infinite, is
+            violated, cannot be told.
         images: from how many images.
         status: see :data:`Status`.
         note: what a reader should know beside.
@@ -50,6 +52,7 @@ class Record:
     low: float | None = None
     high: float | None = None
     bound: float | None = None
+    verdicts: tuple[int, ...] = ()
     images: int = 0
     status: Status = "ok"
     note: str = ""
@@ -102,7 +105,8 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_COLUMNS = tuple(field.name for field in dataclasses.fields(Record) if field.name not in ("samples", "curve"))
+_SEQUENCES = ("verdicts", "samples", "curve")
+_COLUMNS = tuple(field.name for field in dataclasses.fields(Record) if field.name not in _SEQUENCES)
 
 
 def write_csv(records: Iterable[Record], path: str | Path) -> None:

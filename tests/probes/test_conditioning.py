@@ -7,7 +7,7 @@ from torch import nn
 
 import wellposed as wp
 import zoo
-from probes.untouched import assert_same, fingerprint
+from untouched import assert_same, fingerprint
 from wellposed.linalg import KAPPA_LIMIT
 from wellposed.probes import conditioning
 from wellposed.probes.conditioning import ConditioningProbe

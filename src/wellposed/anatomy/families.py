@@ -54,7 +54,12 @@ BLOCKS: dict[str, BlockRow] = {
         stream=1,
     ),
     "timm.models.pvt_v2.Block": BlockRow("timm PVT v2", _X_TWICE, _PLAIN),
-    "timm.models.xcit.XCABlock": BlockRow("timm XCiT", (Add("attention"), Add("local"), Add("ffn")), _PLAIN),
+    "timm.models.xcit.XCABlock": BlockRow(
+        "timm XCiT",
+        (Add("attention"), Add("local"), Add("ffn")),
+        _PLAIN,
+        no_token_attention="its attention is over channels, not tokens",
+    ),
     "timm.models.xcit.ClassAttentionBlock": BlockRow(
         "timm XCiT, class attention",
         (Add("attention"), Add("ffn", "x_res")),

@@ -108,6 +108,7 @@ class BlockRow:
         substitutions: (expression, replacement) pairs of ``forward``'s source, each found once.
         unchained: roles whose skip is computed inside ``forward`` by more than a submodule, so that
             the chain check cannot follow it.
+        no_token_attention: where the attention has no rows over tokens, a sentence that says why.
     """
 
     family: str
@@ -118,6 +119,7 @@ class BlockRow:
     substitutions: tuple[tuple[str, str], ...] = ()
     unchained: tuple[Role, ...] = ()
     older_adds: tuple[Add, ...] | None = None
+    no_token_attention: str = ""
 
     @property
     def roles(self) -> tuple[Role, ...]:

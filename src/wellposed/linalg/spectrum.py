@@ -187,7 +187,7 @@ def _inverse_without(u: Tensor, A: Tensor) -> Tensor:
     shift = eps * (trace / 2 + lowered)
     identity = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
     L, _ = torch.linalg.cholesky_ex(deflated + torch.where(shift > 0, shift, 1) * identity)
-    L_inverse = torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False)
+    L_inverse: Tensor = torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False)
     return L_inverse.mT @ L_inverse
 
 

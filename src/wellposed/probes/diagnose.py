@@ -1,5 +1,6 @@
 """One call that measures a model."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
@@ -15,7 +16,7 @@ from wellposed.probes.bounds import bounds as measure_bounds
 from wellposed.probes.conditioning import ConditioningProbe
 from wellposed.probes.density import DensityProbe
 from wellposed.probes.diagnosis import Diagnosis
-from wellposed.probes.images import image_batches
+from wellposed.probes.images import first_images, image_batches
 from wellposed.probes.jacobian import jacobian_spectrum
 from wellposed.probes.ntk import ntk_spectrum
 from wellposed.probes.observe import plain
@@ -78,15 +79,12 @@ def diagnose(
     records: list[Record] = []
     with _Bar(progress) as bar:
         if {"conditioning", "density"} & set(chosen):
+            kept = {block.index for block in found}
 
             def probes(present: list[Block]) -> list[Probe]:
-                wanted = [block for block in present if block.index in {b.index for b in found}]
-                made: list[Probe] = []
-                if "conditioning" in chosen:
-                    made.append(ConditioningProbe(wanted))
-                if "density" in chosen:
-                    made.append(DensityProbe(wanted, attention_images))
-                return made
+                wanted = [block for block in present if block.index in kept]
+                made: list[Probe] = [ConditioningProbe(wanted)] if "conditioning" in chosen else []
+                return [*made, DensityProbe(wanted, attention_images)] if "density" in chosen else made
 
             records += forward_passes(model, bar.over(batches, "forward passes"), probes)
         if "bounds" in chosen:
@@ -94,16 +92,15 @@ def diagnose(
             records += measure_bounds(model, batches, blocks=blocks)
         if "jacobian" in chosen:
             for block in found if blocks is not None else found[:1]:
-                for part in block.row.roles:
-                    for skip in (False, True):
-                        bar.say(f"Jacobian of {block.name}, {part}{' with skip' if skip else ''}")
-                        spectrum = jacobian_spectrum(
-                            model, batches, block=block.index, part=part, skip=skip, on_step=bar.step
-                        )
-                        records += spectrum.records()
+                for part, skip in itertools.product(block.row.roles, (False, True)):
+                    bar.say(f"Jacobian of {block.name}, {part}{' with its skip' if skip else ''}")
+                    spectrum = jacobian_spectrum(
+                        model, batches, block=block.index, part=part, skip=skip, on_step=bar.step
+                    )
+                    records += spectrum.records()
         if "ntk" in chosen:
             bar.say("neural tangent kernel")
-            records += ntk_spectrum(model, batches, max_images=NTK_IMAGES, groups="parts")
+            records += ntk_spectrum(model, first_images(batches, inner, NTK_IMAGES), groups="parts")
     about = _about(model, inner, records, batches.notes + notes)
     return Diagnosis(tuple(records), about | {"what": list(chosen), "seconds": time.perf_counter() - started})
 
@@ -160,7 +157,7 @@ class _Bar:
         self.progress.update(self.task, completed=done, total=most)
 
     def over(self, batches: Iterable[Tensor], text: str) -> Iterator[Tensor]:
-        self.say(text, len(batches) if hasattr(batches, "__len__") else None)
-        for batch in batches:
+        self.say(text)
+        for done, batch in enumerate(batches):
             yield batch
-            self.progress.advance(self.task)
+            self.progress.update(self.task, description=f"{text}, {done + 1} batches")

@@ -37,7 +37,9 @@ class Diagnosis:
 
     @property
     def notes(self) -> list[str]:
-        return list(self.about.get("notes", []))
+        """What a reader should know beside the numbers."""
+        notes: list[str] = self.about.setdefault("notes", [])
+        return notes
 
     def __str__(self) -> str:
         title = f"{self.about.get('model', 'model')}: {_images(self.about)}"
@@ -60,6 +62,19 @@ class Diagnosis:
     def to_json(self, path: str | Path) -> None:
         """Everything; :meth:`from_json` reads it back."""
         write_json(self.records, self.about, path)
+
+    def to_html(self, path: str | Path) -> None:
+        """The tables as a page that opens offline."""
+        page = f"<!doctype html><meta charset='utf-8'><title>diagnosis</title>{self._repr_html_()}\n"
+        Path(path).write_text(page, encoding="utf-8")
+
+    def save(self, folder: str | Path) -> None:
+        """``diagnosis.csv``, ``.json`` and ``.html`` in a folder, which is made if need be."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.to_csv(folder / "diagnosis.csv")
+        self.to_json(folder / "diagnosis.json")
+        self.to_html(folder / "diagnosis.html")
 
     @classmethod
     def from_json(cls, path: str | Path) -> "Diagnosis":

@@ -1,33 +1,262 @@
-"""Images for a probe, from whatever a user has, as batches that the model takes."""
+"""Images for a probe, from whatever a user has, as batches that the model takes.
 
+A tensor, files, a folder, PIL images, a DataLoader or a Dataset all become batches on the model's device and
+in its dtype. Files are decoded when their batch comes. Files and PIL images are preprocessed as the model
+expects (:func:`model_transform`); tensors go in as they are.
+
+>>> import timm, torch
+>>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+>>> [tuple(batch.shape) for batch in image_batches(torch.randn(5, 3, 32, 32), model, batch_size=4)]
+[(4, 3, 32, 32), (1, 3, 32, 32)]
+"""
+
+import os
 from collections.abc import Iterator
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
+from wellposed.probes.image_sources import KEYS, Source, decode, pieces, reason, source_of
+from wellposed.probes.model_input import (
+    Transform,
+    channels_of,
+    expected_channels,
+    expected_size,
+    has_patch_embedding,
+    is_of,
+    model_transform,
+)
+from wellposed.probes.observe import plain, preserved
 
-class ImageBatches:
-    """Batches on the model's device and in its dtype; iterating again starts over."""
+__all__ = [
+    "DEFAULT_LIMIT",
+    "KEYS",
+    "ImageBatches",
+    "Transform",
+    "expected_size",
+    "first_images",
+    "image_batches",
+    "model_transform",
+]
 
-    def __init__(self, images: Tensor, model: nn.Module, batch_size: int) -> None:
-        self.images, self.batch_size = images, batch_size
-        self.notes: list[str] = []
-        parameter = next(model.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for batch in self.images.split(self.batch_size):
-            yield batch.to(self.device, self.dtype)
+DEFAULT_LIMIT = 32
+"""How many images are taken from a folder, a DataLoader or another iterable unless the caller says."""
 
 
 def image_batches(
-    images: object, model: nn.Module, *, batch_size: int = 16, limit: int | None = None
-) -> ImageBatches:
-    """See :class:`ImageBatches`."""
-    assert isinstance(images, Tensor)
-    return ImageBatches(images[:limit], model, batch_size)
+    images: object,
+    model: nn.Module,
+    *,
+    batch_size: int = 16,
+    limit: int | None = None,
+    transform: Transform | None = None,
+) -> "ImageBatches":
+    """The images as batches; see :class:`ImageBatches`.
+
+    Args:
+        images: a float tensor (B, C, H, W), or the tokens that a model without a patch embedding takes; the
+            path of an image or of a folder; a list of paths, PIL images or tensors (C, H, W); a DataLoader, a
+            Dataset, or any iterable of images or batches. Of a tuple the first element counts, of a dict the
+            first of :data:`KEYS`. What an iterator has given is kept, to start over.
+        model: batches come on the device and in the dtype of its first floating parameter.
+        batch_size: images in a batch; larger batches are split.
+        limit: images in all. None is all of a tensor or a list, :data:`DEFAULT_LIMIT` of anything else.
+        transform: for files and PIL images, in place of :func:`model_transform`.
+    """
+    for name, value in (("batch_size", batch_size), ("limit", limit)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+    return ImageBatches(images, model, batch_size, limit, transform)
 
 
 def first_images(images: object, model: nn.Module, count: int) -> Tensor:
-    """The first ``count`` images as one batch."""
-    return torch.cat(list(image_batches(images, model, batch_size=count, limit=count)))[:count]
+    """The first ``count`` images, or all if there are fewer, as one batch."""
+    with preserved(model):  # a DataLoader draws random numbers
+        (batch,) = image_batches(images, model, batch_size=count, limit=count)
+    return batch
+
+
+class ImageBatches:
+    """Batches on the model's device and in its dtype; iterating again starts over.
+
+    ``count`` is the number of images so far, ``unreadable`` names the files that gave none and says why, and
+    ``notes`` are sentences for a report. They start over too.
+    """
+
+    _source: Source
+    _images_given: object
+    _given_transform: Transform | None
+    _limit: int | None
+
+    def __init__(
+        self,
+        images: object,
+        model: nn.Module,
+        batch_size: int = 16,
+        limit: int | None = None,
+        transform: Transform | None = None,
+    ) -> None:
+        self.count = 0
+        self.unreadable: list[tuple[str, str]] = []
+        if isinstance(images, ImageBatches):  # the same images again; what it has counted stays
+            limit = min((most for most in (limit, images._limit) if most is not None), default=None)
+            transform = transform or images._given_transform
+            self._source, images = images._source, images._images_given
+        else:
+            self._source = source_of(images)
+        self._images_given = images
+        self._files = 0
+        self._model, self._batch_size = plain(model), batch_size
+        self._transform, self._given_transform = transform, transform
+        self._how = "Files were preprocessed by the transform= that was given."
+        self._is_default_limit = limit is None and not self._source.is_chosen
+        self._limit = DEFAULT_LIMIT if self._is_default_limit else limit
+
+        self._channels, self._size = expected_channels(self._model), expected_size(self._model)
+        self._mode = "L" if channels_of(self._model) == 1 else "RGB"
+        is_encoder = isinstance(self._model, (nn.TransformerEncoder, nn.TransformerEncoderLayer))
+        is_3d = isinstance(images, Tensor) and images.ndim == 3
+        self._takes_tokens = is_encoder or (is_3d and not has_patch_embedding(self._model))
+        self._axis = 1 if is_encoder and not _is_batch_first(self._model) else 0
+        if isinstance(images, Tensor):
+            self._check(images, is_batch=True)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the measurement should know of the images."""
+        notes = []
+        if self._is_default_limit and self.count == self._limit:
+            notes.append(f"The first {self.count} images of {self._source.what} were used.")
+        if self._files:
+            notes.append(self._how)
+        if self.unreadable:
+            notes.append(
+                f"{len(self.unreadable)} of {self._files} files could not be read: {self._listed()}."
+            )
+        if self._source.shuffles:
+            notes.append("The DataLoader shuffles: another run may see other images.")
+        return notes
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.count, self._files, self.unreadable = 0, 0, []
+        first: Tensor | None = None
+        group: list[Tensor] = []
+        for image in self._images():
+            first = image if first is None else first
+            if image.shape != first.shape:
+                raise ValueError(
+                    f"all images must have one shape, got {_shape(first)} and {_shape(image)} "
+                    f"(image {self.count + len(group)}); resize them."
+                )
+            group.append(image)
+            is_last = self.count + len(group) == self._limit
+            if is_last or len(group) == self._batch_size:
+                yield self._batch(group)
+                group = []
+            if is_last:
+                return
+        if group:
+            yield self._batch(group)
+        if self.count == 0:
+            why = f"; none of {self._files} files could be read: {self._listed()}" if self._files else ""
+            raise ValueError(f"expected at least one image, found none in {self._source.what}{why}.")
+
+    def _images(self) -> Iterator[Tensor]:
+        """One image (C, H, W), or the tokens (L, C) of one, at a time."""
+        for item in self._source.items:
+            for piece in pieces(item):
+                if isinstance(piece, Tensor):
+                    self._check(piece)
+                    is_batch = piece.ndim == (3 if self._takes_tokens else 4)
+                    yield from piece.unbind(self._axis) if is_batch else (piece,)
+                elif (image := self._opened(piece)) is not None:
+                    yield self._transformed(image)
+
+    def _batch(self, group: list[Tensor]) -> Tensor:
+        batch = torch.stack(group, self._axis)
+        parameter = next((p for p in self._model.parameters() if p.is_floating_point()), None)
+        if parameter is not None:
+            batch = batch.to(parameter.device, parameter.dtype)
+        if not batch.is_meta and not batch.isfinite().all():
+            bad = [i for i, image in enumerate(batch.unbind(self._axis)) if not image.isfinite().all()]
+            raise ValueError(
+                f"expected finite images, got NaN or infinite values in image {self.count + bad[0]} "
+                f"({batch.dtype}); mend it or leave it out."
+            )
+        self.count += len(group)
+        return batch
+
+    def _check(self, x: Tensor, *, is_batch: bool = False) -> None:
+        """Raises unless the tensor holds images (or tokens) that the model takes, one or a batch."""
+        if self._given_transform is not None:
+            raise ValueError(
+                "transform= is for files and PIL images, got a tensor, which goes to the model as it is; "
+                "apply it before, and leave transform= out."
+            )
+        if not x.is_floating_point():
+            raise ValueError(
+                f"expected images in floating point, as the model takes them, got {x.dtype}; use "
+                "(x / 255 - mean) / std, or pass files or PIL images, which are preprocessed."
+            )
+        axes = 3 if self._takes_tokens else 4
+        if x.ndim != axes and (is_batch or x.ndim != axes - 1):
+            wanted = "tokens (B, L, C)" if self._takes_tokens else "images (B, C, H, W)"
+            remedy = "; x.unsqueeze(0) makes a batch of one" if x.ndim == axes - 1 else ""
+            raise ValueError(f"expected {wanted}, got a tensor of shape {_shape(x)}{remedy}.")
+        if not x.numel():
+            raise ValueError(f"expected at least one image, got a tensor of shape {_shape(x)}.")
+        if not self._takes_tokens:
+            self._check_fits(*x.shape[-3:])
+
+    def _check_fits(self, channels: int, height: int, width: int) -> None:
+        if self._channels not in (None, channels):
+            raise ValueError(
+                f"the model takes images of {self._channels} channels, got {channels}; the axes are "
+                "(B, C, H, W), x.permute(0, 3, 1, 2) makes them of (B, H, W, C)."
+            )
+        if self._size not in (None, (height, width)):
+            assert self._size is not None
+            option = "img_size" if is_of(self._model, "timm") else "image_size"
+            raise ValueError(
+                f"the model takes images of {self._size[0]} x {self._size[1]}, got {height} x {width}; "
+                f"resize them, or create it with {option}={height if height == width else (height, width)}."
+            )
+
+    def _opened(self, piece: "str | os.PathLike[str] | Image.Image") -> Image.Image | None:
+        """The picture, or None for a file that cannot be read."""
+        self._files += 1
+        try:
+            return decode(piece, self._mode, any_depth=self._given_transform is not None)
+        except Exception as error:  # decoders raise many kinds; the other files can still be read
+            if isinstance(piece, Image.Image):
+                name = f"picture {self._files - 1}"
+            else:
+                name = os.path.relpath(piece, self._source.folder) if self._source.folder else str(piece)
+            self.unreadable.append((name, reason(error)))
+            return None
+
+    def _transformed(self, image: Image.Image) -> Tensor:
+        if self._transform is None:
+            self._transform, self._how = model_transform(self._model)
+        x = self._transform(image)
+        if not (isinstance(x, Tensor) and x.ndim == 3 and x.is_floating_point()):
+            got = f"{x.dtype} of shape {_shape(x)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"transform= must make a float tensor (C, H, W) of a PIL image, got {got}.")
+        self._check_fits(*x.shape)
+        return x
+
+    def _listed(self, most: int = 5) -> str:
+        listed = [f"{name} ({why})" for name, why in self.unreadable[:most]]
+        if len(self.unreadable) > most:
+            listed.append(f"and {len(self.unreadable) - most} more")
+        return "; ".join(listed)
+
+
+def _is_batch_first(encoder: nn.Module) -> bool:
+    attention = next(module for module in encoder.modules() if isinstance(module, nn.MultiheadAttention))
+    return bool(attention.batch_first)
+
+
+def _shape(x: Tensor) -> str:
+    return str(tuple(x.shape))

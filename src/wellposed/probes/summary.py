@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wellposed.records import Record, Status
+from wellposed.records import Record
 
 
 class Sample(NamedTuple):
@@ -16,24 +16,33 @@ class Sample(NamedTuple):
     at_least: Tensor | None = None
 
 
+def median(sample: Sample) -> tuple[float, bool]:
+    """The median of the finite values, NaN if there is none, and whether it is only a lower bound."""
+    values = sample.values.double()
+    good = values.isfinite()
+    if not bool(good.any()):
+        return math.nan, False
+    middle = torch.quantile(values[good], 0.5).item()
+    capped = sample.at_least[good] if sample.at_least is not None else torch.zeros_like(values[good]).bool()
+    # A value that may be larger than it is given can lift the median unless it lies above it already.
+    lifts = bool((values[good][capped] <= middle).any()) or 2 * int(capped.sum()) >= int(good.sum())
+    return middle, bool(capped.any()) and lifts
+
+
 def summarize(measure: str, sample: Sample, *, note: str = "", **where: Any) -> Record:
     """The record of a sample: median, quartiles, and the values of all images."""
     values = sample.values.double()
     good = values[values.isfinite()]
-    bad = len(values) - len(good)
+    bad, capped = len(values) - len(good), 0 if sample.at_least is None else int(sample.at_least.sum())
+    said = [note] if note else []
     if bad:
-        text = f"{bad} of {len(values)} images have non-finite values"
-        note = f"{note}; {text}" if note else text
-    fields: dict[str, Any] = {**where, "measure": measure, "images": len(good), "note": note}
+        said.append(f"{bad} of {len(values)} images have non-finite values")
+    if capped:
+        said.append(f"a lower bound for {capped} of {len(values)} images")
+    fields: dict[str, Any] = {**where, "measure": measure, "images": len(good), "note": "; ".join(said)}
     fields["samples"] = tuple(value if math.isfinite(value) else None for value in values.tolist())
     if not len(good):
         return Record(value=None, status="not measured", **fields)
-    low, middle, high = torch.quantile(good, torch.tensor([0.25, 0.5, 0.75], dtype=good.dtype)).tolist()
-    capped = values[sample.at_least] if sample.at_least is not None else values[:0]
-    # A value that may be larger than it is given can lift the median if it does not lie above it already.
-    lifts = bool((capped <= middle).any()) or 2 * len(capped) >= len(good)
-    status: Status = "at least" if len(capped) and lifts else "ok"
-    if len(capped):
-        text = f"a lower bound for {len(capped)} of {len(values)} images"
-        fields["note"] = f"{fields['note']}; {text}" if fields["note"] else text
-    return Record(value=middle, low=low, high=high, status=status, **fields)
+    middle, is_bound = median(sample)
+    low, high = torch.quantile(good, torch.tensor([0.25, 0.75], dtype=good.dtype)).tolist()
+    return Record(value=middle, low=low, high=high, status="at least" if is_bound else "ok", **fields)

@@ -42,10 +42,9 @@ def block_table(records: Sequence[Record]) -> Table:
     rows, heat = [], []
     for block in worst_first:
         cells = [kappas.get((block, position)) for position in positions]
-        if entropies:
-            cells.append(entropies.get(block))
-        rows.append((str(block), names[block], *("-" if r is None else r.text() for r in cells)))
-        heat.append((None, None, *(None if r is None else _heat(r) for r in cells)))
+        density = [_four_digits(entropies.get(block))] if entropies else []
+        rows.append((str(block), names[block], *("-" if r is None else r.text() for r in cells), *density))
+        heat.append((None, None, *(None if r is None else _heat(r) for r in cells), *(None for _ in density)))
     titles = ("block", "module", *(f"kappa {position}" for position in positions))
     titles += ("entropy",) if entropies else ()
     said = []
@@ -126,6 +125,11 @@ def _heat(record: Record) -> float | None:
     if "kappa" not in record.measure or record.value is None:
         return None
     return min(max(math.log(record.value) / math.log(KAPPA_LIMIT), 0.0), 1.0) if record.value > 0 else None
+
+
+def _four_digits(record: Record | None) -> str:
+    # Dense attention has an entropy near 1, and its last digits tell the blocks apart.
+    return "-" if record is None or record.value is None else f"{record.value:.4f}"
 
 
 def _place(record: Record) -> str:

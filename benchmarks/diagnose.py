@@ -1,0 +1,185 @@
+"""What the measurements cost, beside the plain way of getting the same numbers.
+
+    python benchmarks/diagnose.py --out results/diagnose.csv
+
+On a GPU and on a CPU alike: the condition number against ``torch.linalg.cond``, kappa and density of a whole
+model against a forward pass and against eager attention whose maps are read, extreme singular values of an
+attention Jacobian against the dense one, and what the monitor adds to training.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import timm
+import torch
+from timing import compare, environment, quartiles, seconds, write
+from torch import Tensor, nn
+
+import wellposed as wp
+from wellposed.linalg import condition_number
+from wellposed.probes import Monitor, jacobian_spectrum
+from wellposed.probes.attention_maps import watching_attention
+from wellposed.probes.observe import observed
+
+TITLES = ["what", "size", "seconds", "quartile 1", "quartile 3", "against", "seconds", "ratio", "n"]
+
+
+class Report:
+    """Rows as they come, printed and kept."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[object]] = []
+
+    def add(
+        self,
+        what: str,
+        size: str,
+        ours: Callable[[], object],
+        against: str = "",
+        other: Callable[[], object] | None = None,
+        rounds: int = 5,
+        warm: bool = True,
+    ) -> None:
+        if warm:
+            ours()
+            if other is not None:
+                other()
+        pairs = compare(lambda: seconds(other) if other else float("nan"), lambda: seconds(ours), rounds)
+        low, middle, high = quartiles([b for _, b in pairs])
+        row: list[object] = [what, size, f"{middle:.4g}", f"{low:.4g}", f"{high:.4g}", against]
+        if other is not None:
+            _, plain, _ = quartiles([a for a, _ in pairs])
+            _, ratio, _ = quartiles([b / a for a, b in pairs])
+            row += [f"{plain:.4g}", f"{ratio:.4g}"]
+        else:
+            row += ["", ""]
+        self.rows.append([*row, rounds])
+        print(*self.rows[-1], sep="  ", flush=True)
+
+
+def read_eager_attention(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The plain way to the maps: unfused attention for every image, entropies from its softmax."""
+    entropies: list[Tensor] = []
+    was_fused = [module for module in model.modules() if getattr(module, "fused_attn", False)]
+    for module in was_fused:
+        module.fused_attn = False
+    try:
+        with observed(model) as found, torch.no_grad():
+            see = lambda _, p: entropies.append(torch.special.entr(p).sum(-1).mean((1, 3)))  # noqa: E731
+            with watching_attention(found, see, x.shape[0]):
+                model(x)
+    finally:
+        for module in was_fused:
+            module.fused_attn = True
+    return entropies
+
+
+def forward(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(x)
+    return out
+
+
+def epoch(model: nn.Module, batches: list[tuple[Tensor, Tensor]], monitor: Monitor | None) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model.train()
+    for step, (x, y) in enumerate(batches):
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if monitor is not None:
+            monitor(step)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    print(environment(), *TITLES, sep="  ")
+    report = Report()
+    small = device == "cpu"
+
+    shape = (32, 197, 192) if small else (256, 197, 768)
+    tokens = torch.randn(shape, device=device)
+    size = " x ".join(map(str, shape))
+    report.add(
+        "kappa",
+        size,
+        lambda: condition_number(tokens),
+        "torch.linalg.cond",
+        lambda: torch.linalg.cond(tokens),
+    )
+
+    name, count = ("vit_tiny_patch16_224", 16) if small else ("vit_base_patch16_224", 64)
+    model = timm.create_model(name).to(device).eval()
+    x = torch.randn(count, 3, 224, 224, device=device)
+    size = f"{name}, {count} images"
+    batch = {"batch_size": count}
+    report.add("diagnose", size, lambda: wp.diagnose(model, x, **batch), "forward", lambda: forward(model, x))
+    report.add(
+        "diagnose, density of all images",
+        size,
+        lambda: wp.diagnose(model, x, attention_images=count, **batch),
+        "forward",
+        lambda: forward(model, x),
+    )
+    report.add(
+        "density of 2 images",
+        size,
+        lambda: wp.diagnose(model, x, what="density", attention_images=2, **batch),
+        "eager attention, entropies read",
+        lambda: read_eager_attention(model, x),
+    )
+
+    few = timm.create_model("vit_tiny_patch16_224", img_size=80, depth=1).to(device).eval()  # 26 x 192 tokens
+    image = torch.randn(1, 3, 80, 80, device=device)
+    report.add(
+        "ten extreme singular values, attention with skip",
+        "4,992 x 4,992",
+        lambda: jacobian_spectrum(few, image, skip=True, max_steps=1000),
+        "dense jacrev and svdvals",
+        lambda: jacobian_spectrum(few, image, skip=True, method="dense"),
+        rounds=1,
+        warm=not small,
+    )
+    base = timm.create_model("vit_base_patch16_224", depth=1).to(device).eval()
+    for skip in (False, True):
+        report.add(
+            f"ten extreme singular values, attention {'with' if skip else 'without'} skip",
+            "151,296 x 151,296",
+            lambda skip=skip: print(*jacobian_spectrum(base, x[:1], skip=skip).records(), sep="\n"),
+            rounds=1 if small else 3,
+            warm=not small,
+        )
+
+    if small:
+        vit = timm.create_model("vit_tiny_patch16_224", num_classes=10)
+        batches = [(torch.randn(8, 3, 224, 224), torch.randint(10, (8,))) for _ in range(100)]
+    else:
+        vit = timm.create_model("vit_base_patch16_224", num_classes=10).to(device)
+        batches = [
+            (torch.randn(64, 3, 224, 224, device=device), torch.randint(10, (64,), device=device))
+        ] * 100
+    monitor = Monitor(vit, x[:8])
+    report.add(
+        "epoch of 100 steps with the monitor",
+        f"batch {batches[0][0].shape[0]}",
+        lambda: epoch(vit, batches, monitor),
+        "without",
+        lambda: epoch(vit, batches, None),
+        rounds=1 if small else 3,
+        warm=False,
+    )
+    report.add("one measurement of the monitor", "8 images", monitor.measure)
+    if arguments.out:
+        write(arguments.out, "medians; ratio is ours / the other, of each round", TITLES, report.rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""Models by name, and their weights from files that cannot run code.
+
+A plain name is timm's, ``hf:NAME`` is transformers' (a folder with a config.json, or a name on the hub) and
+``tv:NAME`` torchvision's.
+
+>>> model = build("vit_tiny_patch16_224", depth=2, img_size=32)
+>>> describe_weights(model)
+'random weights (seed 0)'
+"""
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import timm
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from wellposed.probes.model_input import is_of
+from wellposed.probes.observe import plain
+
+_described: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
+
+_REFUSED_OPTIONS = {
+    "checkpoint_path": "weights= takes a .safetensors file",
+    "device": "models are built on the CPU, where equal seeds give equal weights; use .to(device) afterwards",
+}
+
+
+def build(
+    name: str, *, weights: str | Path | None = None, pretrained: bool = False, seed: int = 0, **options: Any
+) -> nn.Module:
+    """A model in evaluation mode.
+
+    Args:
+        name: of timm, or ``hf:NAME_OR_FOLDER``, or ``tv:NAME``.
+        weights: a .safetensors file, see :func:`load_weights`.
+        pretrained: the library's own weights. A folder of transformers that holds weights loads them anyway.
+        seed: of random weights. The state of the global generators stays as it is.
+        options: for the library: ``num_classes``, ``img_size``, ...; for transformers, of its configuration.
+    """
+    if weights is not None and pretrained:
+        raise ValueError("expected weights= or pretrained=True, got both; leave one of them out.")
+    for option, remedy in _REFUSED_OPTIONS.items():
+        if option in options:
+            raise ValueError(f"{option}= is no option of build: {remedy}.")
+    prefix, colon, rest = name.partition(":")
+    builders: dict[str, _Builder] = {"hf": _build_transformers, "tv": _build_torchvision}
+    if colon and prefix not in builders:
+        raise ValueError(
+            f"expected a name of timm, hf:NAME (transformers) or tv:NAME (torchvision), got {name!r}."
+        )
+    builder, own_name = (builders[prefix], rest) if colon else (_build_timm, name)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        model, described = builder(own_name, pretrained, weights is not None, options)
+    _described[model] = described or f"random weights (seed {seed})"
+    if weights is not None:
+        load_weights(model, weights)
+    return model.eval()
+
+
+def describe_weights(model: nn.Module) -> str:
+    """Where the weights are from, for a report, so far as :func:`build` and :func:`load_weights` know.
+
+    What was done to them since, by training say, is not known here.
+    """
+    return _described.get(plain(model), "weights as they were given")
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Load a .safetensors file that fits the model exactly; if it does not, nothing is loaded.
+
+    Of tied parameters the file may hold one.
+    """
+    path = Path(path)
+    state = _read(path)
+    inner = plain(model)
+    _share_tied(inner, state)
+    misfits = _misfits(inner, state)
+    if misfits and is_of(inner, "transformers"):
+        state = _renamed(inner, state)
+        misfits = _misfits(inner, state)
+    if misfits:
+        raise ValueError(
+            f"the weights in {path} do not fit {type(inner).__name__}: {'; '.join(misfits)}. "
+            "Nothing was loaded; build the model with the options that they were trained with "
+            "(num_classes=, img_size=, ...)."
+        )
+    inner.load_state_dict(state)
+    _described[inner] = f"weights from {path}"
+
+
+def _share_tied(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Give all names of a tied parameter the tensor that the file has for one of them."""
+    names: dict[int, list[str]] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(key)
+    for keys in names.values():
+        held = next((key for key in keys if key in state), None)
+        if held is not None:
+            state |= {key: state[held] for key in keys if key not in state}
+
+
+def _misfits(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
+    own = model.state_dict()
+    reshaped = [
+        f"{key}: {tuple(state[key].shape)} in the file, {tuple(value.shape)} in the model"
+        for key, value in own.items()
+        if key in state and state[key].shape != value.shape
+    ]
+    kinds = {
+        "missing": [key for key in own if key not in state],
+        "unexpected": [key for key in state if key not in own],
+        "of another shape": reshaped,
+    }
+    return [f"{len(keys)} {kind} ({_few(keys)})" for kind, keys in kinds.items() if keys]
+
+
+def _renamed(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under the names of this model: files of transformers have those of its older versions."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        copy, loaded = type(model).from_pretrained(
+            None,
+            config=deepcopy(model.config),
+            state_dict=dict(state),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    renamed = {key: value for key, value in copy.state_dict().items() if key not in loaded["missing_keys"]}
+    renamed |= {key: state[key] for key in state if key in loaded["unexpected_keys"]}
+    reshaped = {key: torch.empty(held, device="meta") for key, held, _ in loaded["mismatched_keys"]}
+    return renamed | reshaped
+
+
+_Builder = Callable[[str, bool, bool, dict[str, Any]], tuple[nn.Module, str]]
+"""(name, pretrained, whether a file of weights comes later, options) -> (model, its weights in words).
+
+No words stand for random weights.
+"""
+
+
+def _build_timm(
+    name: str, pretrained: bool, file_follows: bool, options: dict[str, Any]
+) -> tuple[nn.Module, str]:
+    architecture, _, tag = name.partition(".")
+    if not timm.is_model(architecture) or (tag and name not in timm.list_pretrained(f"{architecture}.*")):
+        raise _unknown("timm", name, [*timm.list_models(), *timm.list_pretrained()], "timm.list_models()")
+    try:
+        model: nn.Module = timm.create_model(name, pretrained=pretrained, **options)
+    except OSError as error:
+        raise _not_fetched(f"timm's weights of {name}", error) from error
+    if not pretrained:
+        return model, ""
+    return model, f"timm's pretrained weights ({model.pretrained_cfg['tag']})"  # type: ignore[index]
+
+
+def _build_torchvision(
+    name: str, pretrained: bool, file_follows: bool, options: dict[str, Any]
+) -> tuple[nn.Module, str]:
+    models = _library("torchvision.models", "pip install torchvision")
+    if name.lower() not in models.list_models():
+        raise _unknown("torchvision", name, models.list_models(), "torchvision.models.list_models()")
+    model: nn.Module = models.get_model(name, weights=None, **options)
+    if not pretrained:
+        return model, ""
+    try:
+        # torchvision's own way would unpickle whatever the file holds.
+        state = models.get_model_weights(name).DEFAULT.get_state_dict(progress=True, weights_only=True)
+    except OSError as error:
+        raise _not_fetched(f"torchvision's weights of {name}", error) from error
+    if misfits := _misfits(model, state):
+        raise ValueError(f"torchvision's weights of {name} do not fit these options: {'; '.join(misfits)}.")
+    model.load_state_dict(state)
+    return model, "torchvision's pretrained weights"
+
+
+def _build_transformers(
+    name: str, pretrained: bool, file_follows: bool, options: dict[str, Any]
+) -> tuple[nn.Module, str]:
+    transformers = _library("transformers", "pip install 'wellposed[transformers]'")
+    folder = Path(name).expanduser()
+    is_local = folder.is_dir()
+    if is_local:
+        has_weights = _has_safetensors(folder, pretrained, file_follows)
+        name = str(folder)
+    elif folder.is_absolute() or name.startswith((".", "~")):
+        raise FileNotFoundError(f"expected a folder with a config.json, there is no {folder}.")
+    else:
+        has_weights = pretrained
+
+    safely = {"local_files_only": is_local, "trust_remote_code": False}
+    try:
+        config, unused = transformers.AutoConfig.from_pretrained(
+            name, return_unused_kwargs=True, **safely, **options
+        )
+        if unused:
+            raise TypeError(f"{type(config).__name__} has no option {', '.join(unused)}.")
+        architecture = _architecture(transformers, config)
+        if file_follows or not has_weights:
+            make = transformers.AutoModel.from_config if architecture is None else architecture
+            return make(config), ""
+        model, loaded = (architecture or transformers.AutoModel).from_pretrained(
+            name,
+            config=config,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are an error, below, that names them
+            **safely,
+        )
+    except OSError as error:
+        raise _not_fetched(f"the model {name}", error) from error
+    except SafetensorError as error:
+        raise _unreadable(name, error) from error
+    return model, _loaded_words(name, model, loaded)
+
+
+def _has_safetensors(folder: Path, pretrained: bool, file_follows: bool) -> bool:
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"expected a config.json in {folder}; model.save_pretrained writes one.")
+    if any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+        return True
+    pickles = sorted(folder.glob("pytorch_model*.bin"))
+    if pickles and not file_follows:
+        raise ValueError(_refuse_pickle(pickles[0], folder / "model.safetensors"))
+    if pretrained:
+        raise ValueError(
+            f"expected weights in {folder}, there is no model.safetensors; leave pretrained out."
+        )
+    return False
+
+
+def _architecture(transformers: Any, config: Any) -> Any:
+    """The class that the configuration names, if transformers has it."""
+    named: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    return named if is_model and named.config_class is type(config) else None
+
+
+def _loaded_words(name: str, model: nn.Module, loaded: dict[str, Any]) -> str:
+    missing, reshaped = sorted(loaded["missing_keys"]), sorted(loaded["mismatched_keys"])
+    if reshaped:
+        shapes = [f"{key}: {tuple(held)}, not {tuple(own)}" for key, held, own in reshaped]
+        raise ValueError(
+            f"the weights in {name} do not fit {type(model).__name__}: {len(shapes)} of another shape "
+            f"({_few(shapes)}); leave out the options that change them."
+        )
+    total = len(model.state_dict())
+    if len(missing) >= total:
+        raise ValueError(f"{name} holds none of the {total} tensors of {type(model).__name__}.")
+    if not missing:
+        return f"weights from {name}"
+    return f"weights from {name}, but {len(missing)} of {total} tensors random, not in it ({_few(missing)})"
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if path.suffix != ".safetensors":
+        raise ValueError(_refuse_pickle(path, path.with_suffix(".safetensors")))
+    if not path.is_file():
+        raise FileNotFoundError(f"expected a file of weights, there is no {path}.")
+    try:
+        state: dict[str, Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise _unreadable(path, error) from error
+    return state
+
+
+def _unreadable(place: object, error: SafetensorError) -> ValueError:
+    return ValueError(
+        f"expected weights in the safetensors format, cannot read those in {place} ({error}); "
+        "they may be cut off, or in another format: copy them again."
+    )
+
+
+def _refuse_pickle(path: Path, converted: Path) -> str:
+    return (
+        f"expected a .safetensors file, got {path}: a pickle can run code, so it is not loaded. "
+        "Convert it, with state['model'] or state['state_dict'] where the weights lie deeper:\n"
+        f"    state = torch.load({str(path)!r}, map_location='cpu', weights_only=True)\n"
+        f"    safetensors.torch.save_file(state, {str(converted)!r})"
+    )
+
+
+def _library(name: str, install: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise ImportError(f"{package} is not installed; install it with: {install}") from error
+
+
+def _unknown(library: str, name: str, known: list[str], where: str) -> ValueError:
+    close = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
+    hint = f"did you mean {', '.join(close)}? " if close else ""
+    return ValueError(f"{library} has no model {name!r}; {hint}{where} lists all.")
+
+
+def _not_fetched(what: str, error: OSError) -> OSError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return OSError(
+        f"could not get {what} ({reason}); "
+        "without a network pass a file as weights=, or a folder as hf:FOLDER."
+    )
+
+
+def _few(names: Iterable[str], most: int = 4) -> str:
+    names = list(names)
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return ", ".join([*names[:most], *more])

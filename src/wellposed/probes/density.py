@@ -1,0 +1,210 @@
+r"""How dense attention is: after "Scratching Visual Transformer's Back with Uniform Attention".
+
+A row p of attention weighs M keys. It is dense where p is near uniform. The Jacobian of the softmax that
+made it is J = diag(p) - p p^T, and there its trace 1 - |p|^2 is largest: dense attention has the steepest
+softmax gradient, and still trained models have it.
+
+>>> p = torch.tensor([[0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.0, 0.0]])
+>>> row_entropy(p).tolist(), jacobian_trace(p).tolist(), distance_from_uniform(p).tolist()
+([1.0, 0.0], [0.75, 0.0], [0.0, 0.75])
+
+In shifted windows a mask hides keys of each other's side of the image. The divisor of the entropy stays
+log M there, with M all keys of the window, so that such a row does not reach 1.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.anatomy.model import Block, BlockSelection
+from wellposed.probes.attention_maps import Source, no_attention, watching_attention
+from wellposed.probes.images import image_batches
+from wellposed.probes.observe import plain
+from wellposed.probes.passes import Probe, forward_passes
+from wellposed.probes.summary import Sample, summarize
+from wellposed.records import Record, dtype_name
+from wellposed.surgery.choose import choose
+
+ABSOLUTE_ERROR = 1e-5
+"""Of each measure, with probabilities made in float32 from q and k or from scores that are exact.
+
+Measured up to scores of 1000, where it is reached for a single row; means over rows are far closer. Products
+in TF32, which torch uses for float32 where a user asks for it, are less exact.
+"""
+
+# Probabilities measured at a time: on a CPU what its cache holds, elsewhere what keeps the device busy.
+_AT_ONCE_ON_CPU, _AT_ONCE = 2**17, 2**24
+
+
+def row_entropy(p: Tensor) -> Tensor:
+    """-sum_j p_j log p_j / log M of each row of (..., M): 0 for one key, 1 for all alike. NaN for M = 1."""
+    keys = p.shape[-1]
+    if keys == 1:
+        return torch.full_like(p[..., 0], math.nan, dtype=torch.float64)
+    entropy: Tensor = torch.special.entr(p.double()).sum(-1)
+    return entropy / math.log(keys)
+
+
+def jacobian_frobenius(p: Tensor) -> Tensor:
+    """|diag(p) - p p^T|_F = sqrt(|p|^2 - 2 sum_j p_j^3 + |p|^4) of each row of (..., M)."""
+    p = p.double()
+    squares = p.square()
+    norm = squares.sum(-1)
+    # The same with fewer digits lost where one weight is near 1, and never below 0 by rounding.
+    diagonal = (squares * (1 - p).square()).sum(-1)
+    rest = (squares * (norm[..., None] - squares)).sum(-1)
+    return (diagonal + rest.clamp(min=0)).sqrt()
+
+
+def jacobian_trace(p: Tensor) -> Tensor:
+    """tr(diag(p) - p p^T) = sum_j p_j (1 - p_j) of each row: the nuclear norm, as the matrix is positive."""
+    p = p.double()
+    return (p * (1 - p)).sum(-1)
+
+
+def distance_from_uniform(p: Tensor) -> Tensor:
+    """Total variation sum_j |p_j - 1/M| / 2 of each row: 0 for uniform, 1 - 1/M for a single key."""
+    return (p.double() - 1 / p.shape[-1]).abs().sum(-1) / 2
+
+
+MEASURES: dict[str, Callable[[Tensor], Tensor]] = {
+    "entropy": row_entropy,
+    "softmax jacobian frobenius": jacobian_frobenius,
+    "softmax jacobian trace": jacobian_trace,
+    "distance from uniform": distance_from_uniform,
+}
+_FOR_EACH_HEAD = ("entropy", "distance from uniform")
+
+
+class DensityProbe:
+    """Density of the attention of each block, over the first ``images`` images.
+
+    A value is the mean over the windows, queries and heads of an image, its median over the images the
+    record's value. Entropy and distance from uniform are told for each head too. A block without attention
+    over tokens, or with one key alone, has one record that says so. Where a block holds several attentions,
+    the position of the second is ``attention 2``, and so on.
+    """
+
+    def __init__(self, found: list[Block], images: int = 16) -> None:
+        if all(no_attention(block) for block in found):
+            reasons = dict.fromkeys(
+                f"{type(block.module).__name__}: {no_attention(block)}" for block in found
+            )
+            raise ValueError(
+                f"expected a block with attention over tokens, got none ({'; '.join(reasons)}); "
+                "density is a property of attention."
+            )
+        self.found, self.images = found, images
+        self._seen: dict[int, list[_Density]] = {block.index: [] for block in found}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        with watching_attention(self.found, self._see, self.images) as self._watch:
+            yield
+
+    def _see(self, block: Block, p: Tensor) -> None:
+        source = self._watch.source
+        attentions = self._seen[block.index]
+        if source.order == len(attentions):
+            attentions.append(_Density(source))
+        attentions[source.order].add(p)
+
+    def records(self) -> list[Record]:
+        return [record for block in self.found for record in self._records_of(block)]
+
+    def _records_of(self, block: Block) -> Iterator[Record]:
+        attentions = self._seen[block.index]
+        where = {"block": block.index, "module": block.name, "position": "attention"}
+        if not attentions:
+            yield _not_measured(no_attention(block) or "the model did not run it", **where)
+        for order, density in enumerate(attentions):
+            yield from density.records(**where | ({"position": f"attention {order + 1}"} if order else {}))
+
+
+def _not_measured(reason: str, **where: Any) -> Record:
+    return Record(measure="entropy", value=None, status="not measured", note=reason, **where)
+
+
+@dataclass
+class _Density:
+    """What was measured on one attention of a block."""
+
+    source: Source
+    parts: list[Tensor] = field(default_factory=list)  # (measures, images, H) each
+    windows: set[int] = field(default_factory=set)
+    keys: set[int] = field(default_factory=set)
+
+    def add(self, p: Tensor) -> None:
+        """Measure probabilities (images, W, H, N, M)."""
+        self.parts.append(_measured(p))
+        self.windows.add(p.shape[1])
+        self.keys.add(p.shape[-1])
+
+    def records(self, **where: Any) -> Iterator[Record]:
+        values = torch.cat(self.parts, dim=1).cpu()
+        if self.keys == {1}:
+            reason = "one key: its weight is 1 whatever the query is"
+            yield _not_measured(reason, images=values.shape[1], **where)
+            return
+        where["note"] = f"{_range(self.keys)} keys"
+        if self.windows != {1}:
+            where["note"] += f", {_range(self.windows)} windows"
+        where |= {"estimator": self.source.estimator, "dtype": dtype_name(self.source.dtype)}
+        for measure, of_heads in zip(MEASURES, values, strict=True):
+            yield self._record(measure, of_heads.mean(-1), **where)
+            if measure in _FOR_EACH_HEAD:
+                for head, of_head in enumerate(of_heads.unbind(-1)):
+                    yield self._record(measure, of_head, head=head, **where)
+
+    def _record(self, measure: str, values: Tensor, **where: Any) -> Record:
+        record = summarize(measure, Sample(values), **where)
+        # Half precision rounds q and k, and what that does to attention is not known.
+        if record.value and self.source.dtype in (torch.float32, torch.float64):
+            return replace(record, tolerance=ABSOLUTE_ERROR / record.value)
+        return record
+
+
+def _measured(p: Tensor) -> Tensor:
+    """(measures, images, H): the means over windows and queries of (images, W, H, N, M)."""
+    at_once = _AT_ONCE_ON_CPU if p.device.type == "cpu" else _AT_ONCE
+    parts = torch.split(p.flatten(0, -2), max(1, at_once // p.shape[-1]))
+    measured = [torch.stack([measure(rows) for measure in MEASURES.values()]) for rows in parts]
+    return torch.cat(measured, dim=-1).reshape(len(MEASURES), *p.shape[:-1]).mean(dim=(2, 4))
+
+
+def _range(values: set[int]) -> str:
+    return "-".join(str(value) for value in sorted({min(values), max(values)}))
+
+
+def attention_density(
+    model: nn.Module,
+    images: object,
+    *,
+    attention_images: int = 16,
+    batch_size: int = 16,
+    blocks: BlockSelection = None,
+) -> list[Record]:
+    """Density of a model's attention on images; see :class:`DensityProbe`.
+
+    Args:
+        model: a model that :func:`wellposed.anatomy.blocks` knows; left as it was.
+        images: see :func:`wellposed.probes.images.image_batches`.
+        attention_images: from how many images, the first ones.
+        batch_size: images in a forward pass.
+        blocks: an index, a slice or several indices; all of these must have attention over tokens.
+    """
+    model = plain(model)
+    chosen = choose(model, blocks, lambda block: no_attention(block) or block, "attention density")
+    named = None if blocks is None else {block.index for block, _ in chosen}
+
+    def make_probes(found: list[Block]) -> list[Probe]:
+        wanted = [block for block in found if named is None or block.index in named]
+        return [DensityProbe(wanted, attention_images)]
+
+    batches = image_batches(images, model, batch_size=batch_size, limit=attention_images)
+    return forward_passes(model, batches, make_probes)

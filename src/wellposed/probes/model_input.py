@@ -1,0 +1,167 @@
+"""What images a model takes: their size, their channels, and how a file becomes one."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor, nn
+
+from wellposed.anatomy.table import embedding_row
+from wellposed.probes.observe import plain
+
+Transform = Callable[[Image.Image], Tensor]
+"""Makes a model's input (C, H, W) of a PIL image."""
+
+_IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+_HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+# The published checkpoints of these two were trained so, those of the other families with ImageNet's. The
+# defaults of transformers' processor classes do not tell: DINOv2's has the numbers of CLIP, Swin's has 0.5.
+_HALF_FAMILIES = ("vit", "beit")
+_LIBRARIES = ("timm", "transformers", "torchvision")
+
+
+def expected_size(model: nn.Module) -> tuple[int, int] | None:
+    """The one (height, width) that a model of timm, transformers or torchvision takes.
+
+    None where it takes others too, and for a model of one's own, which may resize its images itself.
+    """
+    model = plain(model)
+    if not is_of(model, *_LIBRARIES):
+        return None
+    for module in model.modules():
+        if _insists_on_its_size(module):
+            size = _declared_size(module) or _declared_size(model)
+            if size is not None:
+                return size
+    return None
+
+
+def expected_channels(model: nn.Module) -> int | None:
+    """How many channels a model of timm, transformers or torchvision takes; None where that is not known."""
+    model = plain(model)
+    return channels_of(model) if is_of(model, *_LIBRARIES) else None
+
+
+def has_patch_embedding(model: nn.Module) -> bool:
+    """Whether it makes tokens of images, so far as the table of wellposed.anatomy knows."""
+    return any(embedding_row(module) for module in model.modules())
+
+
+def channels_of(model: nn.Module) -> int | None:
+    """Input channels of the first convolution of the patch embedding."""
+    embeddings = (module for module in model.modules() if embedding_row(module))
+    for embedding in embeddings:
+        for module in embedding.modules():
+            if isinstance(module, nn.Conv2d):
+                return module.in_channels
+    return None
+
+
+def model_transform(model: nn.Module) -> tuple[Transform, str]:
+    """How an image file becomes this model's input, and a sentence that says it.
+
+    timm: its configuration of the model, at the size that the model was built for. transformers: the image
+    processor saved with the model, if it is on this disk; else the size in the configuration and the
+    statistics of the family. Others: resize and crop the centre, with ImageNet's statistics.
+    """
+    model = plain(model)
+    saved = _saved_processor(model)
+    if saved is not None:
+        processor, place = saved
+        sentence = f"Files were preprocessed by the {type(processor).__name__} saved in {place}."
+        return lambda image: processor(images=image, return_tensors="pt")["pixel_values"][0], sentence
+
+    channels = channels_of(model) or 3
+    if channels not in (1, 3):
+        raise ValueError(
+            f"expected a model of 1 or 3 channels for image files, got one of {channels}; pass transform=, "
+            "which makes a tensor (channels, height, width) of a PIL image, or pass a tensor."
+        )
+    settings, source = _settings(model)
+    height, width = settings["input_size"][-2:]
+    settings["input_size"] = (channels, height, width)
+    if channels == 1:
+        settings |= {name: (float(np.mean(settings[name])),) for name in ("mean", "std")}
+
+    from timm.data import create_transform
+
+    sides = {"squash": "both sides", "border": "longer side"}.get(settings["crop_mode"], "shorter side")
+    mean, std = (", ".join(f"{value:g}" for value in settings[name]) for name in ("mean", "std"))
+    sentence = (
+        f"Files were resized ({sides}, {settings['interpolation']}, crop {settings['crop_pct']:g}) to "
+        f"{height} x {width} and normalised with mean {mean} and std {std}, {source}."
+    )
+    transform: Transform = create_transform(**settings, is_training=False)
+    return transform, sentence
+
+
+def is_of(module: nn.Module, *libraries: str) -> bool:
+    """Whether its class, or one that it inherits from, is of one of the libraries."""
+    return any(cls.__module__.partition(".")[0] in libraries for cls in type(module).__mro__)
+
+
+def _settings(model: nn.Module) -> tuple[dict[str, Any], str]:
+    """Arguments of timm's create_transform, and where they are from."""
+    size = next((found for module in model.modules() if (found := _declared_size(module))), None)
+    input_size = {"input_size": (3, *(size or (224, 224)))}
+    for module in model.modules():
+        configuration = getattr(module, "pretrained_cfg", None)
+        if isinstance(configuration, dict):
+            from timm.data import resolve_model_data_config
+
+            settings = resolve_model_data_config(module) | (input_size if size else {})
+            return settings, f"as timm's configuration of {configuration.get('architecture')} says"
+        if is_of(module, "transformers"):
+            family = getattr(getattr(module, "config", None), "model_type", "models")
+            squash = {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "squash"}
+            statistics = _HALF if family in _HALF_FAMILIES else _IMAGENET
+            return input_size | squash | statistics, f"as usual for transformers' {family}"
+    crop = {"interpolation": "bilinear", "crop_pct": 0.875, "crop_mode": "center"}
+    return input_size | crop | _IMAGENET, "as usual for ImageNet"
+
+
+def _saved_processor(model: nn.Module) -> tuple[Any, str] | None:
+    """The image processor of transformers beside the checkpoint that the model is from, and its place."""
+    part = next((module for module in model.modules() if is_of(module, "transformers")), None)
+    place = getattr(part, "name_or_path", "")
+    if not place:
+        return None
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(
+            place, local_files_only=True, trust_remote_code=False
+        ), place
+    except (OSError, ValueError):  # none was saved, or one that would need code of its own
+        return None
+
+
+def _declared_size(module: nn.Module) -> tuple[int, int] | None:
+    """What a module or its configuration calls its image size."""
+    named = (
+        getattr(module, "img_size", None),
+        getattr(module, "image_size", None),
+        getattr(getattr(module, "config", None), "image_size", None),
+    )
+    for size in named:
+        match size:
+            case int():
+                return size, size
+            case [int() as height, int() as width]:
+                return height, width
+    return None
+
+
+def _insists_on_its_size(module: nn.Module) -> bool:
+    if is_of(module, "timm"):
+        return getattr(module, "strict_img_size", False) and getattr(module, "img_size", None) is not None
+    if is_of(module, "torchvision"):
+        return any(cls.__qualname__ == "VisionTransformer" for cls in type(module).__mro__)
+    if not is_of(module, "transformers") or getattr(module, "position_embeddings", True) is None:
+        return False
+    # Embeddings that interpolate their positions when asked to, but not of themselves.
+    asked = inspect.signature(type(module).forward).parameters.get("interpolate_pos_encoding")
+    can = hasattr(type(module), "interpolate_pos_encoding")
+    return can and asked is not None and asked.default is False

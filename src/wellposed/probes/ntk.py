@@ -1,0 +1,184 @@
+r"""The empirical neural tangent kernel of a few images, of the whole model and of its parts.
+
+.. math::
+    \Theta = G G^T = \sum_p G_p G_p^T, \qquad
+    G_{(i, c), p} = \frac{\partial f_c(x_i)}{\partial \theta_p}
+
+A row of G is the gradient of output c for image i. The kernel of disjoint groups of parameters adds up to
+that of all of them, so blocks, and attention and FFN in them, come with the whole. Its largest eigenvalue
+bounds the step of gradient descent, its condition number says how unevenly the images are learned.
+
+>>> import timm, torch
+>>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=5)
+>>> found = ntk(model, torch.randn(3, 3, 32, 32), groups="parts", memory_limit="20MB")
+>>> found.kernel.shape, list(found.groups)[:2]
+(torch.Size([3, 3]), ['block 0 attention', 'block 0 ffn'])
+>>> print(found.plan)
+1 pass over 3 rows, at most 19,138,016 bytes of gradients
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from accelerate.utils.modeling import convert_file_size_to_int
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from wellposed.errors import WrappedModelError
+from wellposed.probes.images import image_batches
+from wellposed.probes.ntk_kernel import NTK, KernelSpectrum, kernel_spectrum
+from wellposed.probes.ntk_plan import plan_passes
+from wellposed.probes.ntk_rows import RowFunction, as_function, gram_matrices
+from wellposed.probes.observe import plain, preserved
+from wellposed.probes.parameter_groups import GroupBy, parameter_groups
+from wellposed.records import Record
+
+__all__ = ["NTK", "KernelSpectrum", "Outputs", "kernel_spectrum", "ntk", "ntk_spectrum"]
+
+Outputs = Literal["sum", "all"] | Sequence[int]
+
+
+def ntk(
+    model: nn.Module,
+    images: object,
+    *,
+    outputs: Outputs = "sum",
+    groups: GroupBy = "model",
+    memory_limit: int | str = 2**30,
+    max_images: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> NTK:
+    """The empirical neural tangent kernel of a model in evaluation mode, which is left as it was.
+
+    Trainable parameters count, each once; frozen ones are constants. Gradients come from plain autograd, one
+    image and output after the other. What the model draws at random is drawn once, for all images.
+
+    Args:
+        images: few of them, the kernel has a row for each or several; see
+            :func:`~wellposed.probes.images.image_batches` for what can be passed.
+        outputs: of the C outputs of an image, which are the logits, or else the first floating point tensor
+            that the model returns, flattened. ``"sum"``: one row an image, of their sum over sqrt(C), the
+            pseudo-NTK; for models that end in a classifier (the sum over the channels of a plain LayerNorm
+            is constant). ``"all"``: C rows an image. Indices: a row for each of these.
+        groups: see :func:`~wellposed.probes.parameter_groups.parameter_groups`; any choice but ``"model"``
+            needs a model whose blocks are known.
+        memory_limit: bytes, or a text like ``"2GB"``, for gradients held at a time. Less takes more passes
+            over the images and gives the same kernel. The kernels themselves (float64, one a group) and the
+            activations of one image come on top.
+        max_images: the first so many; None is all of a tensor or list, and a few dozen of a DataLoader.
+        dtype: to compute gradients in; None keeps the model's. Products are in float64 always.
+    """
+    model = plain(model)
+    limit = _bytes(memory_limit)
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating point type, got {dtype}; torch.float64 is the widest.")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise WrappedModelError(
+            "the model is sharded by fully_shard, no rank has all of it; take the model before that."
+        )
+    axis = _image_axis(model)
+    with preserved(model), torch.inference_mode(False):  # a DataLoader draws random numbers
+        batch = torch.cat(list(image_batches(images, model, limit=max_images)), axis)
+    with as_function(model, batch):
+        members = parameter_groups(model, batch.narrow(axis, 0, 1), groups)
+        constants = {name: p.detach() for name, p in model.named_parameters()}
+        # Copies: a model may write to its buffers in a forward pass.
+        constants |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        if dtype is not None:
+            constants = {name: x.to(dtype) if x.is_floating_point() else x for name, x in constants.items()}
+            batch = batch.to(dtype)
+        group_of = {name: group.name for group in members for name in group.parameters}
+        dtypes = {constants[name].dtype for name in group_of}
+        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+        function = RowFunction(model, batch.movedim(axis, 0), axis, None, constants)
+        indices, text = _choose(outputs, function.count_outputs())
+        if indices is not None:
+            function = dataclasses.replace(function, outputs=indices)
+        plan = plan_passes(
+            {name: constants[name].numel() for name in group_of},
+            rows=function.rows,
+            itemsize=widest.itemsize,
+            limit=limit,
+        )
+        kernels = gram_matrices(plan, function.for_each_row, group_of, dtype=widest, device=batch.device)
+        kernel = sum(kernels.values(), start=torch.zeros_like(next(iter(kernels.values()))))
+        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        spectrum = kernel_spectrum(kernel, coarsest)
+    return NTK(
+        kernel=kernel,
+        groups=kernels,
+        eigenvalues=spectrum.eigenvalues,
+        kappa=spectrum.kappa,
+        at_least=spectrum.at_least,
+        plan=plan,
+        members=tuple(members),
+        images=batch.shape[axis],
+        outputs=text,
+        dtype=coarsest,
+    )
+
+
+def ntk_spectrum(
+    model: nn.Module,
+    images: object,
+    *,
+    outputs: Outputs = "sum",
+    groups: GroupBy = "model",
+    memory_limit: int | str = 2**30,
+    max_images: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[Record]:
+    """Condition number, eigenvalues and trace of :func:`ntk`, as records."""
+    return ntk(
+        model,
+        images,
+        outputs=outputs,
+        groups=groups,
+        memory_limit=memory_limit,
+        max_images=max_images,
+        dtype=dtype,
+    ).records()
+
+
+def _bytes(limit: int | str) -> int:
+    if isinstance(limit, bool) or not isinstance(limit, (int, str)):
+        raise TypeError(f'memory_limit must be bytes or a text like "2GB", got {type(limit).__name__}.')
+    try:
+        number = int(convert_file_size_to_int(limit))
+    except ValueError as error:
+        raise ValueError(
+            f'memory_limit must be bytes or a text like "2GB" or "500MiB", got {limit!r}.'
+        ) from error
+    if number < 1:
+        raise ValueError(f"memory_limit must be positive, got {limit!r}; 2**30 is the default.")
+    return number
+
+
+def _image_axis(model: nn.Module) -> int:
+    """PyTorch's own encoder takes tokens (L, N, C) unless it was made with batch_first=True."""
+    layer = model.layers[0] if isinstance(model, nn.TransformerEncoder) else model
+    if not isinstance(layer, nn.TransformerEncoderLayer):
+        return 0
+    attention: Any = layer.self_attn
+    return 0 if attention.batch_first else 1
+
+
+def _choose(outputs: Outputs, count: int) -> tuple[list[int] | None, str]:
+    """Indices of the outputs that get a row each, None for their sum, and the same in words."""
+    if isinstance(outputs, str):
+        if outputs == "sum":
+            return None, f"NTK of the sum of {count} outputs / sqrt({count}) (pseudo-NTK)"
+        if outputs == "all":
+            return list(range(count)), f"NTK of all {count} outputs"
+        raise ValueError(f'outputs must be "sum", "all" or indices, got {outputs!r}.')
+    indices = list(outputs)
+    if not all(isinstance(index, int) and not isinstance(index, bool) for index in indices):
+        raise TypeError(f'outputs must be "sum", "all" or indices, got {outputs!r}; outputs=[0, 1] is one.')
+    if not indices or len(set(indices)) < len(indices) or not all(0 <= index < count for index in indices):
+        raise ValueError(
+            f"outputs must be different indices within 0 and {count - 1}, at least one, got {outputs!r}; the "
+            f"model has {count} outputs an image."
+        )
+    return indices, f"NTK of {len(indices)} of {count} outputs ({', '.join(map(str, indices))})"

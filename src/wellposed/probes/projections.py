@@ -1,0 +1,321 @@
+"""The weights of a block's attention, feed-forward and depthwise convolution, and what goes into them.
+
+Libraries name and pack the same three projections in their own ways: one ``qkv``, a ``q`` and a ``kv``,
+three layers, one parameter of ``nn.MultiheadAttention``; with biases beside the layer (BEiT, EVA) or none for
+the keys. Here they all come out as maps x -> x W + b, in float64.
+
+The inputs are read off the calls that use the weights: some libraries call the layer, others only
+``F.linear`` with its weight, which no hook on the layer would see.
+"""
+
+# Shapes: tokens (B', N, D) of B' images or windows, W (D_in, D_out), b (D_out,).
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from wellposed.anatomy.layout import to_tokens
+from wellposed.anatomy.model import Block
+from wellposed.probes.observe import layout_of
+
+Input = Literal["q", "k", "v", "ffn", "convolution"]
+SeeInput = Callable[[Block, Input, Tensor], None]
+"""Gets a block, what is made of the tokens (B', N, D), and these; the convolution's image is (B, D, H, W)."""
+
+_ATTENTION_NAMES = ("attn", "attention", "self_attention", "self_attn")
+
+# Which of q, k and v a layer makes, stacked in this order, and its path in the attention module.
+_PROJECTIONS: tuple[dict[str, str], ...] = (
+    {"qkv": "qkv"},
+    {"q": "q", "kv": "kv"},
+    {"q": "q", "k": "k", "v": "v"},
+    {"q": "q_proj", "k": "k_proj", "v": "v_proj"},
+    {"q": "query", "k": "key", "v": "value"},
+    {"q": "attention.query", "k": "attention.key", "v": "attention.value"},
+)
+_OUTPUTS = ("proj", "o_proj", "out_proj", "output.dense")
+_HEAD_COUNTS = ("num_heads", "num_attention_heads")
+# Of a gated MLP's two input layers, the one that goes through the activation.
+_GATES = ("gate_proj", "fc1_g", "w1")
+
+
+class Map(NamedTuple):
+    """x -> x W + b."""
+
+    W: Tensor
+    b: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x @ self.W if self.b is None else x @ self.W + self.b
+
+    def outputs_of(self, head: int, heads: int) -> "Map":
+        """The part that makes one head's channels."""
+        width = self.W.shape[1] // heads
+        part = slice(head * width, (head + 1) * width)
+        return Map(self.W[:, part], None if self.b is None else self.b[part])
+
+    def inputs_of(self, head: int, heads: int) -> "Map":
+        """The part that reads one head's channels, without the bias, which belongs to no head."""
+        width = self.W.shape[0] // heads
+        return Map(self.W[head * width : (head + 1) * width], None)
+
+
+@dataclass(frozen=True)
+class AttentionProjections:
+    """The projections of one attention module; ``sources`` are the parameters they were read from."""
+
+    heads: int
+    q: Map
+    k: Map
+    v: Map
+    out: Map
+    sources: dict[str, Tensor]
+    remark: str = ""
+
+    def of(self, head: int | None) -> tuple[Map, Map, Map, Map]:
+        """q, k, v and out of one head, or of all with None."""
+        if head is None:
+            return self.q, self.k, self.v, self.out
+        q, k, v = (layer.outputs_of(head, self.heads) for layer in (self.q, self.k, self.v))
+        return q, k, v, self.out.inputs_of(head, self.heads)
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """First and last layer of an MLP; of a gated one, ``first`` is the layer beside the gate."""
+
+    first: Map
+    last: Map
+    source: Tensor
+    remark: str = ""
+
+
+def attention_projections(block: Block) -> AttentionProjections:
+    """The projections of the block's attention. Raises ValueError where they are not the known ones."""
+    name, attention = _attention_module(block)
+    if isinstance(attention, nn.MultiheadAttention):
+        return _of_multihead_attention(name, attention)
+    for pattern in _PROJECTIONS:
+        layers = {letters: _linear(attention, path) for letters, path in pattern.items()}
+        if all(layer is not None for layer in layers.values()):
+            break
+    else:
+        raise _unknown(name, attention, f"the projections {_patterns()}")
+    out = next((layer for path in _OUTPUTS if (layer := _linear(attention, path))), None)
+    if out is None:
+        raise _unknown(name, attention, f"the output projection {' or '.join(_OUTPUTS)}")
+    maps: dict[str, Map] = {}
+    sources: dict[str, Tensor] = {}
+    for letters, layer in layers.items():
+        assert layer is not None
+        bias = _bias(attention, letters, layer)
+        sources[letters] = layer.weight
+        maps |= _unpacked(letters, layer.weight, bias)
+    # CaiT lets its heads talk.
+    remark = "the heads are mixed after the softmax" if _linear(attention, "proj_w") else ""
+    out_map = _map(out.weight, out.bias)
+    heads = _heads(name, attention)
+    return AttentionProjections(heads, maps["q"], maps["k"], maps["v"], out_map, sources, remark)
+
+
+def feed_forward(block: Block) -> FeedForward | str:
+    """The two layers of the block's channel MLP, or why there is none."""
+    place = block.place("mlp.middle")
+    if isinstance(place, str):
+        return f"no MLP over several tokens: {place}"
+    last = place.owner
+    parent_name = place.name.removeprefix(block.name).strip(".").rpartition(".")[0]
+    parent = block.module.get_submodule(parent_name)
+    layers = {
+        name: layer
+        for name, layer in parent.named_children()
+        if isinstance(layer, nn.Linear) and layer is not last
+    }
+    if isinstance(last, nn.Linear):
+        hidden = last.in_features
+        plain = [name for name, layer in layers.items() if layer.out_features == hidden]
+        packed = [name for name, layer in layers.items() if layer.out_features == 2 * hidden]
+        beside_gate = [name for name in plain if name not in _GATES]
+        last_map = _map(last.weight, last.bias)
+        if len(plain) == 1:
+            first = layers[plain[0]]
+            return FeedForward(_map(first.weight, first.bias), last_map, first.weight, _between(parent))
+        if len(plain) == 2 and len(beside_gate) == 1:
+            first = layers[beside_gate[0]]
+            remark = f"gated: W1 is {beside_gate[0]}"
+            return FeedForward(_map(first.weight, first.bias), last_map, first.weight, remark)
+        if len(packed) == 1:
+            first = layers[packed[0]]
+            # timm's GluMlp takes the gate from either half, everyone else from the first.
+            half = slice(0, hidden) if getattr(parent, "gate_last", False) else slice(hidden, None)
+            first_map = _map(first.weight[half], None if first.bias is None else first.bias[half])
+            remark = f"gated: W1 is the half of {packed[0]} beside the gate"
+            return FeedForward(first_map, last_map, first.weight, remark)
+    raise _unknown(place.name.rpartition(".")[0], parent, "the first linear layer of an MLP")
+
+
+def depthwise_convolution(block: Block) -> nn.Conv2d | str | None:
+    """The convolution that mixes the block's tokens, None where they are mixed otherwise.
+
+    A sentence where it does not keep the image's size with a border of zeros.
+    """
+    if "mixer" not in block.row.roles:
+        return None
+    for module in block.module.modules():
+        if isinstance(module, nn.Conv2d) and module.groups == module.in_channels == module.out_channels:
+            sizes = zip(module.dilation, module.kernel_size, strict=True)
+            same = tuple(step * (size - 1) / 2 for step, size in sizes)
+            keeps = module.stride == (1, 1) and module.padding_mode == "zeros"
+            return module if keeps and module.padding in ("same", same) else f"{module} changes the size"
+    return None
+
+
+@contextlib.contextmanager
+def watching_inputs(sources: list[tuple[Block, dict[str, Tensor]]], see: SeeInput) -> Iterator[None]:
+    """Inside, every call that uses one of the weights shows its input to ``see``.
+
+    Args:
+        sources: for each block, weights by what they make: ``qkv``, ``q``, ``kv``, ``ffn``, ``convolution``.
+    """
+    watched: dict[int, tuple[Block, str]] = {}
+    for block, weights in sources:
+        for kind, weight in weights.items():
+            if id(weight) in watched:
+                raise ValueError(
+                    f"{block.name} and {watched[id(weight)][0].name} share their weights, what goes into one "
+                    "cannot be told from the other; choose one of them with blocks=."
+                )
+            watched[id(weight)] = (block, kind)
+    with _Calls(watched, see):
+        yield
+
+
+class _Calls(TorchFunctionMode):
+    """Looks at the calls that use a watched weight."""
+
+    def __init__(self, watched: dict[int, tuple[Block, str]], see: SeeInput) -> None:
+        super().__init__()
+        self.watched, self.see = watched, see
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.linear or func is functional.conv2d:
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            if found := self.watched.get(id(weight)):
+                self._tell(*found, args[0] if args else kwargs["input"])
+        elif func is functional.multi_head_attention_forward:
+            weight = args[5] if len(args) > 5 else kwargs["in_proj_weight"]
+            if found := self.watched.get(id(weight)):
+                for letter, x in zip("qkv", _first_three(args, kwargs), strict=True):
+                    # nn.MultiheadAttention has put the tokens first by now, whatever it was given.
+                    self.see(found[0], _input(letter), x.detach().transpose(0, 1))
+        return func(*args, **kwargs)
+
+    def _tell(self, block: Block, kind: str, x: Tensor) -> None:
+        x = x.detach()
+        if kind in ("ffn", "convolution"):
+            self.see(block, _input(kind), x if kind == "convolution" else to_tokens(x, layout_of(block)))
+            return
+        # Attention modules take (B, N, D), class attention asks with (B, D).
+        tokens = x[:, None] if x.ndim == 2 else x
+        for letter in kind:
+            self.see(block, _input(letter), tokens)
+
+
+def _first_three(args: Any, kwargs: Any) -> list[Tensor]:
+    return [*args[:3], *(kwargs[name] for name in ("query", "key", "value")[len(args[:3]) :])]
+
+
+def _input(kind: str) -> Input:
+    return kind  # type: ignore[return-value]
+
+
+def _attention_module(block: Block) -> tuple[str, nn.Module]:
+    for name in _ATTENTION_NAMES:
+        if isinstance(child := getattr(block.module, name, None), nn.Module):
+            return f"{block.name}.{name}", child
+    place = block.place("attention.end")
+    if isinstance(place, str):
+        raise ValueError(f"{block.name} has no attention: {place}.")
+    return place.name, place.owner
+
+
+def _of_multihead_attention(name: str, attention: nn.MultiheadAttention) -> AttentionProjections:
+    packed = attention.in_proj_weight
+    if packed is None:
+        raise _unknown(name, attention, "in_proj_weight, as with keys and values of the queries' width")
+    maps = _unpacked("qkv", packed, attention.in_proj_bias)
+    out = _map(attention.out_proj.weight, attention.out_proj.bias)
+    return AttentionProjections(
+        attention.num_heads, maps["q"], maps["k"], maps["v"], out, sources={"qkv": packed}
+    )
+
+
+def _bias(attention: nn.Module, letters: str, layer: nn.Linear) -> Tensor | None:
+    beside = [getattr(attention, f"{letter}_bias", None) for letter in "qkv"]
+    if letters == "qkv" and layer.bias is None and isinstance(beside[0], Tensor):
+        q = beside[0]
+        parts = [b if isinstance(b, Tensor) else torch.zeros_like(q) for b in beside]
+        return torch.cat([part.detach() for part in parts])
+    if letters == "qkv" and layer.bias is not None and hasattr(attention, "logit_scale"):
+        # torchvision's Swin V2 sets the keys' part of the bias to zero when it runs.
+        q, k, v = layer.bias.detach().chunk(3)
+        return torch.cat([q, torch.zeros_like(k), v])
+    return layer.bias
+
+
+def _unpacked(letters: str, weight: Tensor, bias: Tensor | None) -> dict[str, Map]:
+    count = len(letters)
+    biases: Any = [None] * count if bias is None else bias.chunk(count)
+    return {
+        letter: _map(part, b) for letter, part, b in zip(letters, weight.chunk(count), biases, strict=True)
+    }
+
+
+def _map(weight: Tensor, bias: Tensor | None) -> Map:
+    return Map(exact(weight).mT, None if bias is None else exact(bias))
+
+
+def exact(x: Tensor) -> Tensor:
+    """In float64; MPS knows none, its tensors go to the CPU."""
+    x = x.detach()
+    return (x.cpu() if x.device.type == "mps" else x).double()
+
+
+def _linear(module: nn.Module, path: str) -> nn.Linear | None:
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, nn.Linear) else None
+
+
+def _heads(name: str, attention: nn.Module) -> int:
+    for owner in (attention, getattr(attention, "attention", None)):
+        for attribute in _HEAD_COUNTS:
+            if isinstance(count := getattr(owner, attribute, None), int):
+                return count
+    raise _unknown(name, attention, f"the number of heads as {' or '.join(_HEAD_COUNTS)}")
+
+
+def _between(mlp: nn.Module) -> str:
+    names = [name for name, module in mlp.named_children() if isinstance(module, nn.Conv2d)]
+    return f"the linear form leaves out {', '.join(names)}" if names else ""
+
+
+def _patterns() -> str:
+    return " or ".join("(" + ", ".join(pattern.values()) + ")" for pattern in _PROJECTIONS)
+
+
+def _unknown(name: str, module: nn.Module, wanted: str) -> ValueError:
+    linears = [path for path, child in module.named_modules() if path and isinstance(child, nn.Linear)]
+    return ValueError(
+        f"expected {wanted} in {name} ({type(module).__name__}), found "
+        f"{'the linear layers ' + ', '.join(linears) if linears else 'no linear layer'} in it; "
+        "name the layers as one of the libraries does."
+    )

@@ -1,0 +1,189 @@
+"""The one call: what it takes, what it gives, and that it leaves no trace."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import wellposed as wp
+import zoo
+from untouched import assert_same, fingerprint
+from wellposed.probes import Diagnosis
+from wellposed.probes.diagnose import EVERYTHING
+from wellposed.records import Record
+
+VIT = zoo.BY_NAME["timm vit"]
+
+
+def small_vit() -> nn.Module:
+    return VIT.model()
+
+
+@zoo.every_family
+def test_every_family_plain_and_edited(case: zoo.Case) -> None:
+    model, x = case.model(), case.input(2)
+    first = wp.diagnose(model, x)
+    assert {record.block for record in first.records} == set(range(case.blocks))
+    if case.has_attention:
+        assert any(record.measure == "entropy" and record.value is not None for record in first.records)
+    else:
+        assert any("density not measured" in note for note in first.notes)
+    wp.remove_skips(model, "all")
+    if case.has_mlp:
+        wp.broadcast_context(model, scaled=True)
+    before = fingerprint(model)
+    second = wp.diagnose(model, x)
+    assert_same(before, fingerprint(model))
+    assert second.about["edits"]
+    assert str(first)
+    assert str(first.compare(second))
+
+
+def test_everything_on_one_model() -> None:
+    model, x = small_vit(), VIT.input(2)
+    before = fingerprint(model)
+    diagnosis = wp.diagnose(model, x, what=EVERYTHING)
+    assert_same(before, fingerprint(model))
+    measures = {record.measure for record in diagnosis.records}
+    assert {"kappa", "entropy", "jacobian kappa", "ntk kappa", "kappa 4.1 linear"} <= measures
+    for record in diagnosis.records:
+        assert record.status == "not measured" or record.estimator, record
+        assert record.status == "not measured" or record.dtype, record
+        assert record.images > 0 or record.status == "not measured", record
+    for title in ("jacobian kappa", "ntk kappa", "kappa 4.1 linear"):
+        assert title in str(diagnosis)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("what", EVERYTHING)
+def test_as_found_after_an_error(what: str, error: type[BaseException]) -> None:
+    model, x = small_vit().train(), VIT.input(2)
+    wp.gray_tokens(model, 0.9, "dct")
+
+    def fail(*_: object) -> None:
+        raise error("stop")
+
+    model.blocks[1].mlp.fc1.register_forward_hook(fail)
+    before = fingerprint(model)
+    with pytest.raises(error, match="stop"):
+        wp.diagnose(model, x, what=what)
+    assert_same(before, fingerprint(model))
+
+
+def test_images_of_every_kind_agree(tmp_path) -> None:
+    x = VIT.input(4)
+    loader = DataLoader(TensorDataset(x, torch.zeros(4)), batch_size=3)
+    same = [wp.diagnose(small_vit(), images, what="conditioning").records for images in (x, list(x), loader)]
+    for records in same[1:]:
+        for one, other in zip(same[0], records, strict=True):
+            assert one.key == other.key
+            assert one.samples == pytest.approx(other.samples, rel=1e-3)
+
+
+def test_the_table_has_the_worst_block_first() -> None:
+    diagnosis = wp.diagnose(small_vit(), VIT.input(3))
+    worst = max(diagnosis.select("kappa"), key=lambda record: record.value)
+    rows = [line for line in str(diagnosis).splitlines() if re.match(r"\d", line)]
+    assert rows[0].startswith(f"{worst.block} ")
+    assert len(rows) == 2
+    assert "entropy" in str(diagnosis)
+
+
+def test_html_escapes_and_colours(tmp_path) -> None:
+    bad = Record(measure="kappa", value=3e7, block=0, module="<script>", position="input", status="at least")
+    good = Record(measure="kappa", value=1.0, block=1, module="b", position="input")
+    page = Diagnosis((bad, good), {"model": "a<b", "notes": ["x & y"]})._repr_html_()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+    assert "x &amp; y" in page
+    assert "rgb(255,140,130)" in page
+    assert "rgb(255,255,255)" in page
+
+
+def test_files(tmp_path) -> None:
+    diagnosis = wp.diagnose(small_vit(), VIT.input(2))
+    diagnosis.save(tmp_path / "made" / "here")
+    again = Diagnosis.from_json(tmp_path / "made" / "here" / "diagnosis.json")
+    assert again.records == diagnosis.records
+    assert again.about == diagnosis.about
+    lines = (tmp_path / "made" / "here" / "diagnosis.csv").read_text().splitlines()
+    assert len(lines) == 1 + len(diagnosis.records)
+    assert "<table>" in (tmp_path / "made" / "here" / "diagnosis.html").read_text()
+
+
+def test_compare() -> None:
+    model, x = small_vit(), VIT.input(3)
+    before = wp.diagnose(model, x, what="conditioning")
+    wp.gray_tokens(model, 0.5, "svd", where="blocks", blocks=0)
+    comparison = before.compare(wp.diagnose(model, x, what="conditioning"), ("plain", "grayed"))
+    pairs = {a.key: (a, b) for a, b in comparison.pairs}
+    plain, grayed = pairs["kappa", 0, "input", None]
+    assert grayed.value < plain.value
+    lines = str(comparison).splitlines()
+    assert lines[0].split() == ["measure", "where", "plain", "grayed", "ratio"]
+    assert "<table>" in comparison._repr_html_()
+    with pytest.raises(ValueError, match=r"share no quantity.*kappa.*entropy"):
+        before.compare(Diagnosis((Record(measure="entropy", value=1.0),)))
+
+
+def test_what_and_blocks() -> None:
+    model, x = small_vit(), VIT.input(2)
+    only = wp.diagnose(model, x, what=["density"], blocks=1)
+    assert {(record.block, record.position) for record in only.records} == {(1, "attention")}
+    with pytest.raises(ValueError, match=r"what must be.*conditioning.*got 'speed'"):
+        wp.diagnose(model, x, what="speed")
+    with pytest.raises(ValueError, match="got nothing"):
+        wp.diagnose(model, x, what=[])
+    with pytest.raises(IndexError, match="within 0 and 1"):
+        wp.diagnose(model, x, blocks=9)
+
+
+def test_density_asked_for_where_there_is_none() -> None:
+    case = zoo.BY_NAME["timm mixer"]
+    with pytest.raises(ValueError, match="without attention"):
+        wp.diagnose(case.model(), case.input(1), what="density")
+
+
+def test_not_a_known_model() -> None:
+    with pytest.raises(wp.UnknownModelError, match="Teach it"):
+        wp.diagnose(nn.Linear(3, 3), torch.randn(1, 3, 8, 8))
+    with pytest.raises(TypeError, match="Module"):
+        wp.diagnose("vit", torch.randn(1, 3, 8, 8))
+
+
+def test_wrapped_and_compiled_models() -> None:
+    model, x = small_vit(), VIT.input(2)
+    expected = wp.diagnose(model, x, what="conditioning").records
+    assert wp.diagnose(nn.DataParallel(model), x, what="conditioning").records == expected
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        out = compiled(x)
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+        assert wp.diagnose(compiled, x, what="conditioning").records == expected
+        # Nor does looking make it compile again.
+        assert torch.equal(compiled(x), out)
+
+
+def test_inside_inference_mode() -> None:
+    model, x = small_vit(), VIT.input(2)
+    expected = wp.diagnose(model, x).records
+    with torch.inference_mode():
+        assert wp.diagnose(model, x).records == expected
+
+
+def test_two_runs_agree() -> None:
+    case = zoo.BY_NAME["hf vitmae"]  # draws its mask at random
+    model, x = case.model(), case.input(2)
+    assert wp.diagnose(model, x).records == wp.diagnose(model, x).records
+
+
+def test_a_progress_bar_for_those_who_see_it(capsys, monkeypatch) -> None:
+    wp.diagnose(small_vit(), VIT.input(1))
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, as far as rich can tell
+    wp.diagnose(small_vit(), VIT.input(1))
+    assert "forward passes" in capsys.readouterr().err
+    wp.diagnose(small_vit(), VIT.input(1), progress=False)
+    assert capsys.readouterr() == ("", "")
