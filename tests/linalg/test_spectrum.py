@@ -111,7 +111,7 @@ def test_scale_does_not_matter(way: str, scale: float) -> None:
 def test_invariances(n: int, d: int, log_kappa: float, seed: int) -> None:
     x = with_singular_values(geometric(min(n, d), 10**log_kappa), n, d, seed=seed).matrix()
     kappa = condition_number(x).kappa
-    assert torch.allclose(condition_number(x.mT).kappa, kappa, rtol=1e-6)
+    assert torch.allclose(condition_number(x.mT).kappa, kappa, rtol=6e-3)
     shuffled = x[torch.randperm(n, generator=torch.Generator().manual_seed(seed))]
     assert torch.allclose(condition_number(shuffled).kappa, kappa, rtol=6e-3)
 

@@ -214,6 +214,14 @@ def test_the_model_need_not_be_known_unless_its_blocks_are_asked_for() -> None:
         ntk(model, x, groups="blocks")
 
 
+def test_the_kernel_of_a_linear_model_is_that_of_its_inputs() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).double(), torch.randn(4, 3, 2, 2).double()
+    inputs = x.flatten(1) @ x.flatten(1).mT + 1
+    assert_kernel(ntk(model, x).kernel, inputs)
+    assert_kernel(ntk(model, x, outputs="all").kernel, torch.kron(inputs, torch.eye(3).double()))
+
+
 def test_records() -> None:
     model, x = VIT.model(dtype=torch.float64), VIT.input(4, dtype=torch.float64)
     found = ntk(model, x, groups="parts")

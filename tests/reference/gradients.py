@@ -45,5 +45,5 @@ def gram(rows: dict[str, Tensor], names: Iterable[str] | None = None) -> Tensor:
 
 
 def assert_kernel(got: Tensor, expected: Tensor, relative: float = 1e-12) -> None:
-    """To so much of the largest entry that any of the kernels has."""
+    """To so much of the largest expected entry."""
     torch.testing.assert_close(got, expected, rtol=0, atol=relative * expected.abs().max().item())

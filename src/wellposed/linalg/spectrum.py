@@ -36,7 +36,8 @@ TOLERANCE = 5e-3
 
 _SQUARINGS = 6
 _SQUARINGS_FOR_LARGEST = 7  # in float16, where they are cheap
-_SMALL = 1e-4
+_HARD = 3e5  # kappa from which on the Gram matrix alone has too few digits
+_SMALL = 1e-4  # singular values below this part of the largest are computed again without it
 
 
 class ConditionNumber(NamedTuple):
@@ -158,37 +159,37 @@ def _rotate(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _extremes_by_squaring(x: Tensor) -> tuple[Tensor, Tensor]:
+    batch, x = x.shape[:-2], x.flatten(0, -3) if x.ndim > 2 else x[None]
     A = x @ x.mT
     # A wrong direction that float16 mixes in cannot be longer than the largest singular value, but it can
     # be 1e7 times longer than the smallest: that one needs all digits.
-    u = _dominant(_aligned(A), torch.float16, _SQUARINGS_FOR_LARGEST)[..., : A.shape[-1], :]
-    for _ in range(2):
-        u = _unit(A @ u)
-    w = _dominant(_aligned(_inverse_without(u, A)), torch.float64, _SQUARINGS)[..., : A.shape[-1], :]
-    if A.shape[-1] > 1:
-        w = w - u @ (u.mT @ w)  # rounding has mixed a little of the largest in
-    return _gain(u, x), _gain(w, x)
+    largest = _gain(A @ _dominant(A, torch.float16, _SQUARINGS_FOR_LARGEST), x)
+    factor = _inverse_factor(A)
+    smallest = _smallest(factor, x)
+    # Where kappa is large, Cholesky has rounded the smallest eigenvalues away. What its factor makes of X is
+    # well conditioned, so the Gram matrix of that has all their digits (shifted Cholesky QR).
+    is_hard = largest > _HARD * smallest
+    if bool(is_hard.any()):
+        x, factor = x[is_hard], factor[is_hard]
+        better = factor @ x
+        factor = _inverse_factor(better @ better.mT) @ factor
+        # Both are upper bounds.
+        smallest[is_hard] = torch.minimum(smallest[is_hard], _smallest(factor, x))
+    return largest.reshape(batch), smallest.reshape(batch)
 
 
-def _inverse_without(u: Tensor, A: Tensor) -> Tensor:
-    """The inverse of A, with its largest eigenvalue, of the eigenvector u, lowered to the size of the others.
-
-    Beside one large eigenvalue, as a common part of all tokens causes it, Cholesky would round the small
-    ones away.
-    """
-    eps = torch.finfo(A.dtype).eps
-    trace = A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    Au = A @ u
-    largest = (u * Au).sum((-2, -1), keepdim=True)
-    # Four times the sum of the others: well away from the smallest, which is looked for.
-    lowered = 4 * torch.maximum(trace - largest, eps * trace)
-    deflated = A + torch.cat([u, Au], -1) @ torch.cat([(largest + lowered) * u - Au, -u], -1).mT
-    # The shift keeps Cholesky going where rounding has made the matrix indefinite; it moves no eigenvector.
-    shift = eps * (trace / 2 + lowered)
+def _inverse_factor(A: Tensor) -> Tensor:
+    """The inverse of the Cholesky factor of A."""
+    # The shift keeps Cholesky going where rounding has made A indefinite; it moves no eigenvector.
+    shift = 4 * torch.finfo(A.dtype).eps * A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     identity = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-    L, _ = torch.linalg.cholesky_ex(deflated + torch.where(shift > 0, shift, 1) * identity)
-    L_inverse: Tensor = torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False)
-    return L_inverse.mT @ L_inverse
+    L, _ = torch.linalg.cholesky_ex(A + torch.where(shift > 0, shift, 1) * identity)
+    inverse: Tensor = torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False)
+    return inverse
+
+
+def _smallest(inverse_factor: Tensor, x: Tensor) -> Tensor:
+    return _gain(_dominant(inverse_factor.mT @ inverse_factor, torch.float64, _SQUARINGS), x)
 
 
 def _aligned(A: Tensor) -> Tensor:
@@ -199,12 +200,13 @@ def _aligned(A: Tensor) -> Tensor:
 
 def _dominant(A: Tensor, dtype: torch.dtype, squarings: int) -> Tensor:
     """About the eigenvector (..., N, 1) of the largest eigenvalue of positive definite matrices."""
-    A = _unit_diagonal(A).to(dtype)
+    n = A.shape[-1]
+    A = _unit_diagonal(_aligned(A)).to(dtype)
     for _ in range(squarings):
         A = _unit_diagonal(A @ A)
     # The column with the largest diagonal entry has the largest share of that eigenvector.
     index = A.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
-    return A.gather(-1, index.expand(*A.shape[:-1], 1)).double()
+    return A.gather(-1, index.expand(*A.shape[:-1], 1))[..., :n, :].double()
 
 
 def _unit_diagonal(A: Tensor) -> Tensor:

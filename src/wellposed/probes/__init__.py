@@ -5,7 +5,8 @@ from wellposed.probes.conditioning import conditioning
 from wellposed.probes.density import attention_density
 from wellposed.probes.diagnose import diagnose
 from wellposed.probes.diagnosis import Comparison, Diagnosis
-from wellposed.probes.jacobian import JacobianSpectrum, graying_sweep, jacobian_spectrum
+from wellposed.probes.jacobian import graying_sweep, jacobian_spectrum
+from wellposed.probes.jacobian_result import JacobianSpectrum
 from wellposed.probes.monitor import Monitor
 from wellposed.probes.ntk import NTK, ntk, ntk_spectrum
 

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.model import Block
-from wellposed.linalg.precision import without_autocast
+from wellposed.linalg.precision import full_float32, without_autocast
 from wellposed.probes.observe import layout_of, removing, stream_of
 
 See = Callable[[Block, Tensor], None]
@@ -69,7 +69,7 @@ def attention_probabilities(
     """
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
-    with without_autocast(query):
+    with without_autocast(query), full_float32():
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         scores: Tensor = (_at_least_float32(query) * scale) @ _at_least_float32(key).mT
         if is_causal:
@@ -288,7 +288,7 @@ def _read_multi_head(out: tuple[Tensor, Tensor | None], *args: Any, **kwargs: An
                 few[name] = call[name][chosen.start * heads : chosen.stop * heads]
         few = {name: _at_least_float32(x) for name, x in few.items()}
         few |= {"training": False, "is_causal": False, "need_weights": True, "average_attn_weights": False}
-        with without_autocast(query):
+        with without_autocast(query), full_float32():
             weights = functional.multi_head_attention_forward(**few)[1]
         assert weights is not None
         return weights

@@ -33,8 +33,7 @@ from wellposed.surgery.choose import choose
 ABSOLUTE_ERROR = 1e-5
 """Of each measure, with probabilities made in float32 from q and k or from scores that are exact.
 
-Measured up to scores of 1000, where it is reached for a single row; means over rows are far closer. Products
-in TF32, which torch uses for float32 where a user asks for it, are less exact.
+Measured up to scores of 1000, where it is reached for a single row; means over rows are far closer.
 """
 
 # Probabilities measured at a time: on a CPU what its cache holds, elsewhere what keeps the device busy.

@@ -24,6 +24,7 @@ from wellposed.probes.model_input import (
     expected_channels,
     expected_size,
     has_patch_embedding,
+    image_axis,
     is_of,
     model_transform,
 )
@@ -118,7 +119,7 @@ class ImageBatches:
         is_encoder = isinstance(self._model, (nn.TransformerEncoder, nn.TransformerEncoderLayer))
         is_3d = isinstance(images, Tensor) and images.ndim == 3
         self._takes_tokens = is_encoder or (is_3d and not has_patch_embedding(self._model))
-        self._axis = 1 if is_encoder and not _is_batch_first(self._model) else 0
+        self._axis = image_axis(self._model)
         if isinstance(images, Tensor):
             self._check(images, is_batch=True)
 
@@ -251,11 +252,6 @@ class ImageBatches:
         if len(self.unreadable) > most:
             listed.append(f"and {len(self.unreadable) - most} more")
         return "; ".join(listed)
-
-
-def _is_batch_first(encoder: nn.Module) -> bool:
-    attention = next(module for module in encoder.modules() if isinstance(module, nn.MultiheadAttention))
-    return bool(attention.batch_first)
 
 
 def _shape(x: Tensor) -> str:

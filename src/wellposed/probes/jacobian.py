@@ -17,11 +17,9 @@ length of every token. Its smallest value is then "at most" what the arithmetic 
 ('dense', 960, 'ok')
 """
 
-import contextlib
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -31,153 +29,16 @@ from wellposed.linalg.lanczos import (
     Estimates,
     OnStep,
     Product,
-    SpectralDensity,
     extreme_singular_values,
     spectral_density,
 )
-from wellposed.linalg.precision import without_autocast
+from wellposed.linalg.precision import full_float32, without_autocast
 from wellposed.nn.functional import Method as GrayMethod
 from wellposed.probes.images import first_images
+from wellposed.probes.jacobian_result import JacobianSpectrum, Method
 from wellposed.probes.observe import plain
 from wellposed.probes.subblock import SubBlock, sub_block
-from wellposed.records import Record, Status, dtype_name
 from wellposed.surgery.gray import gray_tokens
-
-Method = Literal["auto", "dense", "matrix-free"]
-
-_CURVE = 200
-_ROWS_AT_ONCE = 64
-
-
-class Bounded(NamedTuple):
-    """A value with its error bar, or a bound of it."""
-
-    value: float | None
-    low: float | None
-    high: float | None
-    status: Status
-
-
-@dataclass(frozen=True, kw_only=True)
-class JacobianSpectrum:
-    """What is known of the singular values of a sub-block's Jacobian.
-
-    Args:
-        block, module, part, skip: which sub-block; see :class:`~wellposed.probes.subblock.SubBlock`.
-        size: rows and columns of the Jacobian.
-        method: ``"dense"`` or ``"matrix-free"``.
-        dtype: in which the Jacobian or its products were computed.
-        steps: of the Golub-Kahan process; 0 where dense.
-        largest, smallest: both ends, descending, with error bars.
-        rounding: what ``dtype`` cannot tell from zero.
-        singular_values: all of them, descending, float64; None where matrix-free.
-        density: their distribution, where it was asked for.
-    """
-
-    block: int
-    module: str
-    part: str
-    skip: bool | None
-    size: int
-    method: Method
-    dtype: torch.dtype
-    steps: int
-    largest: Estimates
-    smallest: Estimates
-    rounding: float
-    singular_values: Tensor | None
-    density: SpectralDensity | None
-
-    @property
-    def sigma_max(self) -> Bounded:
-        value, low, high, is_known = (column[0].item() for column in self.largest)
-        # A Ritz value is never above the largest, so what has not converged is a bound.
-        is_known = is_known or high == 0
-        return Bounded(value, low, high, "ok") if is_known else Bounded(low, low, None, "at least")
-
-    @property
-    def sigma_min(self) -> Bounded:
-        value, low, high, is_known = (column[-1].item() for column in self.smallest)
-        is_known = is_known or high == 0
-        return Bounded(value, low, high, "ok") if is_known else Bounded(high, None, high, "at most")
-
-    @property
-    def kappa(self) -> Bounded:
-        """sigma_max / sigma_min, at least that where one of them is a bound; none of a zero Jacobian."""
-        top, bottom = self.sigma_max, self.sigma_min
-        if not top.value or not bottom.value:
-            return Bounded(None, None, None, "not measured")
-        low = (top.low or 0) / (bottom.high or bottom.value)
-        if top.high is None or not bottom.low:
-            return Bounded(low, low, None, "at least")
-        return Bounded(top.value / bottom.value, low, top.high / bottom.low, "ok")
-
-    def curve(self, count: int = _CURVE) -> Tensor:
-        """At most ``count`` values that stand for the spectrum, descending; none without a distribution."""
-        if self.singular_values is not None:
-            total = len(self.singular_values)
-            picked = torch.linspace(0, total - 1, min(count, total), dtype=torch.float64).round().long()
-            return self.singular_values[picked]
-        return torch.empty(0, dtype=torch.float64) if self.density is None else self.density.quantiles(count)
-
-    def relative(self, count: int = _CURVE) -> Tensor:
-        """:meth:`curve` over the largest value, to compare shapes."""
-        values = self.curve(count)
-        return values / values[:1].clamp(min=torch.finfo(torch.float64).tiny)
-
-    def records(self) -> list[Record]:
-        """The largest and the smallest singular value, and kappa with the curve."""
-        top, bottom = self._why_at_least(), self._why_at_most()
-        both = "; ".join(note for note in (top, bottom) if note)
-        is_zero = self.sigma_max.value == 0
-        return [
-            self._record("jacobian sigma max", self.sigma_max, top),
-            self._record("jacobian sigma min", self.sigma_min, bottom),
-            self._record(
-                "jacobian kappa", self.kappa, "the Jacobian is zero" if is_zero else both, self.curve()
-            ),
-        ]
-
-    def _why_at_least(self) -> str:
-        is_known = self.sigma_max.status == "ok"
-        return "" if is_known else f"the largest has not converged in {self.steps} steps"
-
-    def _why_at_most(self) -> str:
-        if self.sigma_min.status == "ok":
-            return ""
-        if self.smallest.values[-1] <= self.rounding:
-            return f"the smallest is zero as far as {dtype_name(self.dtype)} can tell"
-        if self.method == "dense":
-            return f"the smallest is too close to the rounding of {dtype_name(self.dtype)}"
-        return f"the smallest has not converged in {self.steps} steps"
-
-    def _record(self, measure: str, bounded: Bounded, note: str, curve: Tensor | None = None) -> Record:
-        value, low, high, status = bounded
-        tolerance = None
-        if value and low is not None and high is not None:
-            tolerance = max(high - value, value - low) / value
-        return Record(
-            measure=measure,
-            value=value,
-            block=self.block,
-            module=self.module,
-            position=self.part + ("+skip" if self.skip else ""),
-            low=low,
-            high=high,
-            images=1,
-            status=status,
-            note=note,
-            estimator=self._estimator(),
-            dtype=dtype_name(self.dtype),
-            tolerance=tolerance,
-            curve=() if curve is None else tuple(curve.tolist()),
-        )
-
-    def _estimator(self) -> str:
-        if self.method == "dense":
-            return "dense Jacobian, singular values in float64"
-        curve = f"; curve by Lanczos quadrature, {len(self.density.nodes)} probes" if self.density else ""
-        return f"Golub-Kahan-Lanczos, {self.steps} steps{curve}"
 
 
 def jacobian_spectrum(
@@ -231,7 +92,7 @@ def jacobian_spectrum(
         dtype = _default_dtype(cut.input, is_dense)
         if cut.input.dtype != dtype:
             cut = sub_block(model, image, block, part, skip=skip, dtype=dtype)
-    with _exactly(cut.input):
+    with torch.inference_mode(False), torch.enable_grad(), without_autocast(cut.input), full_float32():
         if is_dense:
             return _dense(cut, k, tolerance)
         apply, apply_adjoint = products(cut)
@@ -265,23 +126,6 @@ def _default_dtype(x: Tensor, is_dense: bool) -> torch.dtype:
     return torch.float64 if is_wide else torch.float32
 
 
-@contextlib.contextmanager
-def _exactly(x: Tensor) -> Iterator[None]:
-    """Inside, derivatives on x's device are computed with all digits of their dtype."""
-    backends: Any = torch.backends
-    # Convolutions on a GPU round to TF32 unless told otherwise.
-    settings = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
-    before = [setting.fp32_precision for setting in settings]
-    with torch.inference_mode(False), torch.enable_grad(), without_autocast(x):
-        try:
-            for setting in settings:
-                setting.fp32_precision = "ieee"
-            yield
-        finally:
-            for setting, value in zip(settings, before, strict=True):
-                setting.fp32_precision = value
-
-
 def products(cut: SubBlock) -> tuple[Product, Product]:
     """J v and J^T u on flat vectors; the forward pass is done once for all of them.
 
@@ -304,11 +148,8 @@ def dense_jacobian(cut: SubBlock) -> Tensor:
     """J as a matrix, output by input."""
     output, pull = _pullback(cut.function, cut.input)
     units = torch.eye(output.numel(), dtype=output.dtype, device=output.device)
-    rows = [
-        torch.func.vmap(pull)(some.reshape(-1, *output.shape)).detach().reshape(len(some), -1)
-        for some in torch.split(units, _ROWS_AT_ONCE)
-    ]
-    return torch.cat(rows)
+    # Row by row: vmap takes some backward passes (BatchNorm's) for others, without an error.
+    return torch.stack([pull(unit.reshape(output.shape)).detach().reshape(-1) for unit in units])
 
 
 def _pullback(function: Product, x: Tensor) -> tuple[Tensor, Product]:

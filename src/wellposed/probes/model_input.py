@@ -165,3 +165,12 @@ def _insists_on_its_size(module: nn.Module) -> bool:
     asked = inspect.signature(type(module).forward).parameters.get("interpolate_pos_encoding")
     can = hasattr(type(module), "interpolate_pos_encoding")
     return can and asked is not None and asked.default is False
+
+
+def image_axis(model: nn.Module) -> int:
+    """The axis of the images in what the model takes: 1 for PyTorch's encoder with ``batch_first=False``."""
+    layer = model.layers[0] if isinstance(model, nn.TransformerEncoder) else model
+    if not isinstance(layer, nn.TransformerEncoderLayer):
+        return 0
+    attention: Any = layer.self_attn
+    return 0 if attention.batch_first else 1

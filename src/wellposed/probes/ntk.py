@@ -19,7 +19,7 @@ bounds the step of gradient descent, its condition number says how unevenly the 
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from accelerate.utils.modeling import convert_file_size_to_int
@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from wellposed.errors import WrappedModelError
 from wellposed.probes.images import image_batches
+from wellposed.probes.model_input import image_axis
 from wellposed.probes.ntk_kernel import NTK, KernelSpectrum, kernel_spectrum
 from wellposed.probes.ntk_plan import plan_passes
 from wellposed.probes.ntk_rows import RowFunction, as_function, gram_matrices
@@ -78,7 +79,7 @@ def ntk(
         raise WrappedModelError(
             "the model is sharded by fully_shard, no rank has all of it; take the model before that."
         )
-    axis = _image_axis(model)
+    axis = image_axis(model)
     with preserved(model), torch.inference_mode(False):  # a DataLoader draws random numbers
         batch = torch.cat(list(image_batches(images, model, limit=max_images)), axis)
     with as_function(model, batch):
@@ -154,15 +155,6 @@ def _bytes(limit: int | str) -> int:
     if number < 1:
         raise ValueError(f"memory_limit must be positive, got {limit!r}; 2**30 is the default.")
     return number
-
-
-def _image_axis(model: nn.Module) -> int:
-    """PyTorch's own encoder takes tokens (L, N, C) unless it was made with batch_first=True."""
-    layer = model.layers[0] if isinstance(model, nn.TransformerEncoder) else model
-    if not isinstance(layer, nn.TransformerEncoderLayer):
-        return 0
-    attention: Any = layer.self_attn
-    return 0 if attention.batch_first else 1
 
 
 def _choose(outputs: Outputs, count: int) -> tuple[list[int] | None, str]:

@@ -20,9 +20,9 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
-from wellposed.linalg.precision import without_autocast
+from wellposed.linalg.precision import full_float32, without_autocast
 from wellposed.probes.ntk_plan import Pass, Plan
-from wellposed.probes.observe import _eagerly, preserved
+from wellposed.probes.observe import eagerly, preserved
 
 Keep = Callable[[int, tuple[Tensor, ...]], None]
 """Gets the index of a row and its gradient with respect to each parameter."""
@@ -42,10 +42,10 @@ def as_function(model: nn.Module, images: Tensor) -> Iterator[None]:
     put_back: list[tuple[nn.Module, str, Any]] = []
     with (
         preserved(model),
-        _eagerly(),
+        eagerly(),
         torch.inference_mode(False),
         without_autocast(images),
-        _full_float32(),
+        full_float32(),
         sdpa_kernel(SDPBackend.MATH),
     ):
         try:
@@ -63,21 +63,6 @@ def as_function(model: nn.Module, images: Tensor) -> Iterator[None]:
         finally:
             for module, name, value in put_back:
                 vars(module)[name] = value
-
-
-@contextlib.contextmanager
-def _full_float32() -> Iterator[None]:
-    # Convolutions on a GPU round to TF32 unless told otherwise.
-    backends: Any = torch.backends
-    settings = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
-    before = [setting.fp32_precision for setting in settings]
-    try:
-        for setting in settings:
-            setting.fp32_precision = "ieee"
-        yield
-    finally:
-        for setting, value in zip(settings, before, strict=True):
-            setting.fp32_precision = value
 
 
 def output_of(value: Any) -> Tensor:

@@ -62,7 +62,7 @@ def observed(model: nn.Module) -> Iterator[list[Block]]:
     found = blocks(model)
     opened: list[nn.Module] = []
     try:
-        with preserved(model), _eagerly():
+        with preserved(model), eagerly():
             for block in found:
                 if not is_seamed(block.module):
                     open_seam(block.module, block.row)
@@ -74,7 +74,8 @@ def observed(model: nn.Module) -> Iterator[list[Block]]:
             close_seam(module)
 
 
-def _eagerly() -> contextlib.AbstractContextManager[Any]:
+def eagerly() -> contextlib.AbstractContextManager[Any]:
+    """A context in which compiled parts run as they were written."""
     # Importing the compiler takes seconds; where nobody has, nothing is compiled.
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
