@@ -145,11 +145,13 @@ def test_a_tensor_changed_in_place_is_measured_again() -> None:
     found = wp.anatomy.blocks(VIT.model())
     probe = ConditioningProbe(found)
     tokens = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
-    probe._see(found[0], "input", tokens)
-    tokens[:, 0] *= 100
-    probe._see(found[0], "attention.skip", tokens)
-    first, second = (probe.seen[0, name].kappa[0] for name in ("input", "attention.skip"))
-    assert (second > 2 * first).all()
+    with probe.watching():
+        probe.see(found[0], "input", tokens)
+        tokens[:, 0] *= 100
+        probe.see(found[0], "attention.skip", tokens)
+    kappa = of(probe.records(), "kappa")
+    first, second = (kappa[0, name].samples for name in ("input", "attention.skip"))
+    assert all(after > 2 * before for before, after in zip(first, second, strict=True))
 
 
 def test_autocast_counts() -> None:

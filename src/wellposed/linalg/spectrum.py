@@ -35,7 +35,7 @@ TOLERANCE = 5e-3
 """Relative error of :func:`condition_number` on a GPU; on a CPU it is that of LAPACK."""
 
 _SQUARINGS = 6
-_SQUARINGS_FOR_LARGEST = 7  # in float16, where they are cheap
+_SQUARINGS_FOR_LARGEST = 7  # in bfloat16, where they are cheap
 _HARD = 3e5  # kappa from which on the Gram matrix alone has too few digits
 _SMALL = 1e-4  # singular values below this part of the largest are computed again without it
 
@@ -161,9 +161,9 @@ def _rotate(x: Tensor) -> tuple[Tensor, Tensor]:
 def _extremes_by_squaring(x: Tensor) -> tuple[Tensor, Tensor]:
     batch, x = x.shape[:-2], x.flatten(0, -3) if x.ndim > 2 else x[None]
     A = x @ x.mT
-    # A wrong direction that float16 mixes in cannot be longer than the largest singular value, but it can
+    # A wrong direction that bfloat16 mixes in cannot be longer than the largest singular value, but it can
     # be 1e7 times longer than the smallest: that one needs all digits.
-    largest = _gain(A @ _dominant(A, torch.float16, _SQUARINGS_FOR_LARGEST), x)
+    largest = _gain(A @ _dominant(A, _SQUARINGS_FOR_LARGEST, coarse=True), x)
     factor = _inverse_factor(A)
     smallest = _smallest(factor, x)
     # Where kappa is large, Cholesky has rounded the smallest eigenvalues away. What its factor makes of X is
@@ -189,7 +189,7 @@ def _inverse_factor(A: Tensor) -> Tensor:
 
 
 def _smallest(inverse_factor: Tensor, x: Tensor) -> Tensor:
-    return _gain(_dominant(inverse_factor.mT @ inverse_factor, torch.float64, _SQUARINGS), x)
+    return _gain(_dominant(inverse_factor.mT @ inverse_factor, _SQUARINGS), x)
 
 
 def _aligned(A: Tensor) -> Tensor:
@@ -198,12 +198,15 @@ def _aligned(A: Tensor) -> Tensor:
     return torch.nn.functional.pad(A, (0, missing, 0, missing)) if missing else A
 
 
-def _dominant(A: Tensor, dtype: torch.dtype, squarings: int) -> Tensor:
+def _dominant(A: Tensor, squarings: int, *, coarse: bool = False) -> Tensor:
     """About the eigenvector (..., N, 1) of the largest eigenvalue of positive definite matrices."""
     n = A.shape[-1]
-    A = _unit_diagonal(_aligned(A)).to(dtype)
-    for _ in range(squarings):
-        A = _unit_diagonal(A @ A)
+    A = _unit_diagonal(_aligned(A))
+    A = A.bfloat16() if coarse else A
+    for done in range(squarings):
+        A = A @ A
+        # An entry is at most N^(2^k - 1) after k squarings, which float64 holds for k = 6, bfloat16 for 3.
+        A = _unit_diagonal(A) if coarse and done % 3 == 2 else A
     # The column with the largest diagonal entry has the largest share of that eigenvector.
     index = A.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
     return A.gather(-1, index.expand(*A.shape[:-1], 1))[..., :n, :].double()
@@ -212,17 +215,12 @@ def _dominant(A: Tensor, dtype: torch.dtype, squarings: int) -> Tensor:
 def _unit_diagonal(A: Tensor) -> Tensor:
     """A positive definite matrix with entries of at most one."""
     largest = A.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
-    return A / torch.where(largest > 0, largest, 1)
-
-
-def _unit(u: Tensor) -> Tensor:
-    length = u.square().sum((-2, -1), keepdim=True).sqrt()
-    return u / torch.where(length > 0, length, 1)
+    return A / largest.clamp(min=torch.finfo(A.dtype).tiny)
 
 
 def _gain(u: Tensor, x: Tensor) -> Tensor:
-    length: Tensor = (_unit(u).mT @ x).square().sum((-2, -1)).sqrt()
-    return length
+    before, after = (v.square().sum((-2, -1)).sqrt() for v in (u, u.mT @ x))
+    return after / before.clamp(min=torch.finfo(before.dtype).tiny)
 
 
 def _limit(x: Tensor, wide: Tensor, largest: Tensor) -> Tensor:

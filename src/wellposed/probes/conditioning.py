@@ -10,9 +10,9 @@ The token matrix of an image is N tokens x D channels, prefix tokens included, a
 """
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,31 +29,50 @@ from wellposed.records import Record, dtype_name
 GPU_SPECTRA = 4
 """Images whose whole spectrum is computed on a GPU, where a batched eigenvalue problem is slow."""
 
+_AT_ONCE = 256
+"""Images that a GPU measures at a time: it is hardly busy with fewer."""
+
 _ORDER = {"branch": 0, "skip": 1, "sum": 2}
 
 
 @dataclass
+class _Measurement:
+    """The tokens of one batch at one position, and what was measured on them."""
+
+    tokens: Tensor | None  # until measured
+    spectra: int
+    kappa: Tensor = field(default_factory=lambda: torch.empty(0))
+    at_least: Tensor = field(default_factory=lambda: torch.empty(0))
+    values: Tensor | None = None
+
+
+@dataclass
 class _Seen:
-    """What was measured at one position."""
+    """All batches at one position."""
 
-    kappa: list[Tensor] = field(default_factory=list)
-    at_least: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)  # of the images whose spectrum was taken
-    shape: tuple[int, int] = (0, 0)
-    dtype: str = ""
-    estimator: str = ""
-    tolerance: float = 0.0
+    shape: tuple[int, int]
+    dtype: str
+    estimator: str
+    tolerance: float
+    batches: list[_Measurement] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """The result for one tensor, kept to serve the next position at which the same tensor is seen."""
+class _Recent(NamedTuple):
+    """A tensor seen a moment ago: the stream is seen up to four times in a row."""
 
     tokens: Tensor  # kept alive: its address is the key
     version: int
-    kappa: Tensor
-    at_least: Tensor
-    values: Tensor | None
+    measurement: _Measurement
+
+    def is_same(self, tokens: Tensor) -> bool:
+        known = self.tokens
+        return (
+            known.data_ptr() == tokens.data_ptr()
+            and known.shape == tokens.shape
+            and known.stride() == tokens.stride()
+            and known.dtype == tokens.dtype
+            and self.version == tokens._version
+        )
 
 
 class ConditioningProbe:
@@ -71,49 +90,58 @@ class ConditioningProbe:
     ) -> None:
         self.found, self.spectra, self.positions = found, spectra, positions
         self.seen: dict[tuple[int, str], _Seen] = {}
-        self._recent: list[_Measured] = []
+        self._recent: list[_Recent] = []
+        self._pending: list[_Measurement] = []
 
     @contextlib.contextmanager
-    def watching(self) -> Any:
+    def watching(self) -> Iterator[None]:
         try:
-            with watching_tokens(self.found, self._see):
+            with watching_tokens(self.found, self.see):
                 yield
+            self._measure_pending()
         finally:
             self._recent.clear()
+            self._pending.clear()
 
-    def _see(self, block: Block, position: str, tokens: Tensor) -> None:
+    def see(self, block: Block, position: str, tokens: Tensor) -> None:
         if self.positions is not None and position not in self.positions:
             return
-        seen = self.seen.setdefault((block.index, position), _Seen())
-        seen.shape = (tokens.shape[-2], tokens.shape[-1])
-        seen.dtype = dtype_name(tokens.dtype)
-        if min(seen.shape) == 1:
-            seen.kappa.append(tokens.new_ones(tokens.shape[0], dtype=torch.float64))
-            return
-        seen.estimator = estimator(tokens)
-        seen.tolerance = TOLERANCE if tokens.is_cuda else torch.finfo(torch.float32).eps
-        done = sum(len(values) for values in seen.values)
-        wanted = self._spectra_on(tokens.device.type)
-        measured = self._measure(tokens, tokens.shape[0] if wanted is None else max(wanted - done, 0))
-        seen.kappa.append(measured.kappa)
-        seen.at_least.append(measured.at_least)
-        if measured.values is not None:
-            seen.values.append(measured.values)
+        if (block.index, position) not in self.seen:
+            self.seen[block.index, position] = _Seen(
+                shape=(tokens.shape[-2], tokens.shape[-1]),
+                dtype=dtype_name(tokens.dtype),
+                estimator=estimator(tokens),
+                tolerance=TOLERANCE if tokens.is_cuda else torch.finfo(torch.float32).eps,
+            )
+        seen = self.seen[block.index, position]
+        done = sum(batch.spectra for batch in seen.batches)
+        seen.batches.append(self._measurement(tokens, done))
 
-    def _spectra_on(self, device: str) -> int | None:
-        return GPU_SPECTRA if self.spectra is None and device == "cuda" else self.spectra
-
-    def _measure(self, tokens: Tensor, spectra: int) -> _Measured:
+    def _measurement(self, tokens: Tensor, done: int) -> _Measurement:
         for recent in self._recent:
-            if _is_same(recent, tokens):
-                return recent
-        values = singular_values(tokens[:spectra]) if spectra else None
-        every = values is not None and len(values) == len(tokens)
-        kappa, at_least = condition_number(tokens, singular_values=values if every else None)
-        measured = _Measured(tokens, tokens._version, kappa, at_least, values)
-        # The stream is seen up to four times in a row: as a sum, as the next input and as skips.
-        self._recent = [*self._recent[-3:], measured]
-        return measured
+            if recent.is_same(tokens):
+                return recent.measurement
+        wanted = GPU_SPECTRA if self.spectra is None and tokens.is_cuda else self.spectra
+        spectra = len(tokens) if wanted is None else min(max(wanted - done, 0), len(tokens))
+        # What waits is copied: the model may go on to change it in place.
+        measurement = _Measurement(tokens.clone() if tokens.is_cuda else tokens, spectra)
+        self._recent = [*self._recent[-3:], _Recent(tokens, tokens._version, measurement)]
+        self._pending.append(measurement)
+        if (
+            not tokens.is_cuda
+            or sum(len(one.tokens) for one in self._pending if one.tokens is not None) >= _AT_ONCE
+        ):
+            self._measure_pending()
+        return measurement
+
+    def _measure_pending(self) -> None:
+        groups: dict[tuple[Any, ...], list[_Measurement]] = {}
+        for one in self._pending:
+            assert one.tokens is not None
+            groups.setdefault((one.tokens.shape[1:], one.tokens.dtype), []).append(one)
+        for group in groups.values():
+            _measure(group)
+        self._pending.clear()
 
     def records(self) -> list[Record]:
         out: list[Record] = []
@@ -124,15 +152,21 @@ class ConditioningProbe:
         return out
 
 
-def _is_same(recent: _Measured, tokens: Tensor) -> bool:
-    known = recent.tokens
-    return (
-        known.data_ptr() == tokens.data_ptr()
-        and known.shape == tokens.shape
-        and known.stride() == tokens.stride()
-        and known.dtype == tokens.dtype
-        and recent.version == tokens._version
-    )
+def _measure(group: list[_Measurement]) -> None:
+    """Measure batches of equal shape together."""
+    batches = [one.tokens for one in group if one.tokens is not None]
+    tokens = torch.cat(batches) if len(batches) > 1 else batches[0]
+    sizes = [len(batch) for batch in batches]
+    few = [batch[: one.spectra] for one, batch in zip(group, batches, strict=True)]
+    values = singular_values(torch.cat(few)) if any(map(len, few)) else None
+    every = values is not None and len(values) == len(tokens)
+    kappa, at_least = condition_number(tokens, singular_values=values if every else None)
+    parts = zip(group, torch.split(kappa, sizes), torch.split(at_least, sizes), strict=True)
+    for one, one.kappa, one.at_least in parts:
+        one.tokens = None
+    if values is not None:
+        for one, own in zip(group, torch.split(values, [len(batch) for batch in few]), strict=True):
+            one.values = own
 
 
 def _rank(block: Block, position: str) -> tuple[int, int]:
@@ -147,14 +181,14 @@ def _records(block: Block, position: str, seen: _Seen) -> list[Record]:
         "position": position,
         "dtype": seen.dtype,
     }
-    kappa = torch.cat(seen.kappa).cpu()
+    kappa = torch.cat([batch.kappa for batch in seen.batches]).cpu()
     if min(seen.shape) == 1:
         note = "one token: its condition number is 1 whatever the model"
         return [
             Record(measure="kappa", value=None, images=len(kappa), status="not measured", note=note, **where)
         ]
     where |= {"estimator": seen.estimator, "tolerance": seen.tolerance}
-    at_least = torch.cat(seen.at_least).cpu()
+    at_least = torch.cat([batch.at_least for batch in seen.batches]).cpu()
     sample = Sample(kappa, at_least)
     size = f"{seen.shape[0]} tokens x {seen.shape[1]} channels"
     finite = max(int(kappa.isfinite().sum()), 1)
@@ -169,8 +203,9 @@ def _records(block: Block, position: str, seen: _Seen) -> list[Record]:
             **where,
         ),
     ]
-    if seen.values:
-        values = torch.cat(seen.values).cpu()
+    spectra = [batch.values for batch in seen.batches if batch.values is not None and len(batch.values)]
+    if spectra:
+        values = torch.cat(spectra).cpu()
         out.append(summarize("effective rank", Sample(effective_rank(values)), **where))
         out.append(summarize("stable rank", Sample(stable_rank(values)), **where))
         relative = values / values[:, :1]

@@ -45,7 +45,7 @@ class Monitor:
         *,
         every: int = 100,
         blocks: BlockSelection = None,
-        max_images: int = 8,
+        max_images: int = 4,
         attention_images: int = 4,
     ) -> None:
         for name, value in (("every", every), ("max_images", max_images)):
