@@ -101,6 +101,9 @@ def test_one_row_and_one_column(way: str) -> None:
 def test_scale_does_not_matter(way: str, scale: float) -> None:
     x = with_singular_values(geometric(6, 1e5), 6, 8).matrix()
     assert torch.allclose(condition_number(x * scale).kappa, condition_number(x).kappa, rtol=1e-6)
+    single = with_singular_values(geometric(6, 1e3), 6, 8).matrix().float()
+    tiny = single * 1e-25  # squares of these are far below what float32 holds
+    assert torch.allclose(condition_number(tiny).kappa, condition_number(single).kappa, rtol=1e-4)
     wide = x.double() * 1e200
     assert torch.allclose(condition_number(wide).kappa, condition_number(x).kappa, rtol=1e-6)
 

@@ -1,5 +1,7 @@
 """Kappa, ranks and spectra of tokens against an explicit float64 computation."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -141,7 +143,22 @@ def test_few_spectra_many_kappas() -> None:
     )
 
 
-def test_a_tensor_changed_in_place_is_measured_again() -> None:
+@pytest.mark.parametrize("at_once", [1, 7, 1000])
+@zoo.families("timm vit", "timm swin", "timm pvt_v2", "timm cait")
+def test_measured_together_or_one_by_one(case: zoo.Case, at_once: int, monkeypatch) -> None:
+    model, x = case.model(), case.input(5)
+    expected = conditioning(model, x, batch_size=2, spectra=3)
+    module = importlib.import_module("wellposed.probes.conditioning")
+    monkeypatch.setattr(module, "_waits", lambda tokens: True)
+    monkeypatch.setattr(module, "_AT_ONCE", at_once)
+    assert conditioning(model, x, batch_size=2, spectra=3) == expected
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_tensor_changed_in_place_is_measured_again(waits: bool, monkeypatch) -> None:
+    monkeypatch.setattr(
+        importlib.import_module("wellposed.probes.conditioning"), "_waits", lambda tokens: waits
+    )
     found = wp.anatomy.blocks(VIT.model())
     probe = ConditioningProbe(found)
     tokens = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))

@@ -29,8 +29,7 @@ from wellposed.records import Record, dtype_name
 GPU_SPECTRA = 4
 """Images whose whole spectrum is computed on a GPU, where a batched eigenvalue problem is slow."""
 
-_AT_ONCE = 256
-"""Images that a GPU measures at a time: it is hardly busy with fewer."""
+_AT_ONCE = 256  # images that a GPU measures at a time
 
 _ORDER = {"branch": 0, "skip": 1, "sum": 2}
 
@@ -92,6 +91,7 @@ class ConditioningProbe:
         self.seen: dict[tuple[int, str], _Seen] = {}
         self._recent: list[_Recent] = []
         self._pending: list[_Measurement] = []
+        self._waiting = 0
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -100,8 +100,7 @@ class ConditioningProbe:
                 yield
             self._measure_pending()
         finally:
-            self._recent.clear()
-            self._pending.clear()
+            self._recent, self._pending = [], []
 
     def see(self, block: Block, position: str, tokens: Tensor) -> None:
         if self.positions is not None and position not in self.positions:
@@ -124,13 +123,11 @@ class ConditioningProbe:
         wanted = GPU_SPECTRA if self.spectra is None and tokens.is_cuda else self.spectra
         spectra = len(tokens) if wanted is None else min(max(wanted - done, 0), len(tokens))
         # What waits is copied: the model may go on to change it in place.
-        measurement = _Measurement(tokens.clone() if tokens.is_cuda else tokens, spectra)
+        measurement = _Measurement(tokens.clone() if _waits(tokens) else tokens, spectra)
         self._recent = [*self._recent[-3:], _Recent(tokens, tokens._version, measurement)]
         self._pending.append(measurement)
-        if (
-            not tokens.is_cuda
-            or sum(len(one.tokens) for one in self._pending if one.tokens is not None) >= _AT_ONCE
-        ):
+        self._waiting += len(tokens)
+        if not _waits(tokens) or self._waiting >= _AT_ONCE:
             self._measure_pending()
         return measurement
 
@@ -141,7 +138,7 @@ class ConditioningProbe:
             groups.setdefault((one.tokens.shape[1:], one.tokens.dtype), []).append(one)
         for group in groups.values():
             _measure(group)
-        self._pending.clear()
+        self._pending, self._waiting = [], 0
 
     def records(self) -> list[Record]:
         out: list[Record] = []
@@ -150,6 +147,11 @@ class ConditioningProbe:
             for position in sorted(positions, key=lambda name: _rank(block, name)):
                 out += _records(block, position, self.seen[block.index, position])
         return out
+
+
+def _waits(tokens: Tensor) -> bool:
+    """Whether to measure the tokens together with others: a GPU is hardly busy with few."""
+    return tokens.is_cuda
 
 
 def _measure(group: list[_Measurement]) -> None:
@@ -162,8 +164,8 @@ def _measure(group: list[_Measurement]) -> None:
     every = values is not None and len(values) == len(tokens)
     kappa, at_least = condition_number(tokens, singular_values=values if every else None)
     parts = zip(group, torch.split(kappa, sizes), torch.split(at_least, sizes), strict=True)
-    for one, one.kappa, one.at_least in parts:
-        one.tokens = None
+    for one, its_kappa, its_at_least in parts:
+        one.kappa, one.at_least, one.tokens = its_kappa, its_at_least, None
     if values is not None:
         for one, own in zip(group, torch.split(values, [len(batch) for batch in few]), strict=True):
             one.values = own

@@ -26,15 +26,11 @@ def forward_passes(
     """The records of the probes that ``make_probes`` makes for the model's blocks, over all batches."""
     model = plain(model)
     # Tensors of inference mode would not tell when they are changed in place.
-    with (
-        observed(model) as found,
-        torch.inference_mode(False),
-        torch.no_grad(),
-        contextlib.ExitStack() as stack,
-    ):
+    with observed(model) as found, torch.inference_mode(False), torch.no_grad():
         probes = make_probes(found)
-        for probe in probes:
-            stack.enter_context(probe.watching())
-        for batch in batches:
-            model(batch)
+        with contextlib.ExitStack() as watching:
+            for probe in probes:
+                watching.enter_context(probe.watching())
+            for batch in batches:
+                model(batch)
         return [record for probe in probes for record in probe.records()]
