@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.model import Block, blocks
@@ -72,6 +72,9 @@ def observed(model: nn.Module) -> Iterator[list[Block]]:
     finally:
         for module in opened:
             close_seam(module)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward pass leaves the outermost one whole
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:

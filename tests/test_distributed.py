@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import wellposed as wp
+from wellposed.probes import Monitor
 from zoo import BY_NAME, output
 
 FAMILIES = ("timm vit", "timm swinv2", "timm cait", "hf vit", "torchvision vit")
@@ -58,10 +59,12 @@ def worker(rank: int, store: str, results: "multiprocessing.Queue[object]") -> N
             x = BY_NAME[name].input(BATCH)[rank::2]
             for how, wrap in (("ddp", nn.parallel.DistributedDataParallel), ("fsdp2", shard)):
                 model = wrap(edited(name))
+                scalars = Monitor(model, BY_NAME[name].input(2)).measure()
                 train_step(model, x)
                 state = weights(model)
                 if rank == 0:
-                    results.put((name, how, {key: value.numpy() for key, value in state.items()}))
+                    values = {key: value.numpy() for key, value in state.items()}
+                    results.put((name, how, values, scalars))
         if rank == 0:
             results.put(None)
     finally:
@@ -69,7 +72,7 @@ def worker(rank: int, store: str, results: "multiprocessing.Queue[object]") -> N
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory) -> dict[tuple[str, str], dict[str, Tensor]]:
+def two_processes(tmp_path_factory) -> dict[tuple[str, str], tuple[dict[str, Tensor], dict[str, float]]]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -81,8 +84,8 @@ def two_processes(tmp_path_factory) -> dict[tuple[str, str], dict[str, Tensor]]:
         process.start()
     got = {}
     while (item := results.get(timeout=240)) is not None:
-        name, how, state = item
-        got[name, how] = {key: torch.from_numpy(value) for key, value in state.items()}
+        name, how, values, scalars = item
+        got[name, how] = {key: torch.from_numpy(value) for key, value in values.items()}, scalars
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
@@ -95,7 +98,7 @@ def test_two_processes_equal_one(two_processes, name: str, how: str) -> None:
     model = edited(name)
     before = weights(model)
     train_step(model, BY_NAME[name].input(BATCH))
-    expected, got = weights(model), two_processes[name, how]
+    expected, (got, _) = weights(model), two_processes[name, how]
     assert got.keys() == expected.keys()
     assert any(key.endswith("op.scale") for key in got)
     moved = 0
@@ -103,3 +106,11 @@ def test_two_processes_equal_one(two_processes, name: str, how: str) -> None:
         torch.testing.assert_close(got[key], value, rtol=1e-5, atol=1e-6)
         moved += not torch.equal(value, before[key])
     assert moved > len(expected) / 2
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_monitor_sees_what_one_process_has(two_processes, name: str, how: str) -> None:
+    expected = Monitor(edited(name), BY_NAME[name].input(2)).measure()
+    _, got = two_processes[name, how]
+    assert got == pytest.approx(expected, rel=1e-3)
