@@ -34,7 +34,8 @@ def diagnose(
     what: Annotated[
         str | None,
         typer.Option(
-            help="conditioning, density, bounds, jacobian, ntk; several with commas. [default: the first two]"
+            help="conditioning, density, bounds, jacobian, ntk, some of them with commas, or all. "
+            "[default: the first two]"
         ),
     ] = None,
     blocks: Annotated[str | None, typer.Option(help="Indices such as 0,3,11 or 0-5. [default: all]")] = None,
@@ -59,7 +60,7 @@ def diagnose(
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         options: dict[str, Any] = {} if image_size is None else {_size_option(model): image_size}
         built = build(model, weights=weights, pretrained=pretrained, seed=seed, **options).to(kind)
-        measures: Any = None if what is None else [name.strip() for name in what.split(",")]
+        measures: Any = [name.strip() for name in what.split(",")] if what and what != "all" else what
         diagnosis = wellposed.diagnose(
             built,
             images,

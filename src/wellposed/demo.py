@@ -3,8 +3,10 @@
 Real images that come with a package, so it runs offline; the numbers are those of this run.
 """
 
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import timm
 import torch
@@ -14,7 +16,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import wellposed as wp
-from wellposed.anatomy.seam import Join, joins, open_seam
+from wellposed.linalg import KAPPA_LIMIT
+from wellposed.records import short
 
 PROBE_IMAGES = 128
 
@@ -38,7 +41,7 @@ class Outcome:
     kappa_in: float
     kappa_attention: float
     kappa_ffn: float
-    touched: int
+    entropy: float
 
 
 VARIANTS: tuple[tuple[str, Callable[[nn.Module], object] | None], ...] = (
@@ -118,30 +121,21 @@ def accuracy(model: nn.Module, data: Digits) -> float:
     return correct.double().mean().item()
 
 
-def median_kappas(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """Median condition number of the first block's input and of the branches at the joins."""
-    seen: dict[str, list[Tensor]] = {"in": [], "attention": [], "ffn": []}
+def measure(model: nn.Module, images: Tensor) -> dict[str, float]:
+    """Medians over images and blocks: kappa into the first block and of what the branches add, entropy."""
+    diagnosis = wp.diagnose(model, images, attention_images=len(images), batch_size=len(images))
 
-    def record(join: nn.Module, args: tuple[Tensor, Tensor], output: Tensor) -> None:
-        assert isinstance(join, Join)
-        skip, branch = args
-        if not seen["in"]:
-            seen["in"].append(_kappa(skip))
-        seen[join.role].append(_kappa(branch))
+    def median(measure: str, **where: Any) -> float:
+        records = diagnosis.select(measure, head=None, **where)
+        samples = [value for record in records for value in record.samples if value is not None]
+        return statistics.median(samples)
 
-    for block in wp.anatomy.blocks(model):
-        open_seam(block.module, block.row)
-        for join in joins(block.module):
-            join.register_forward_hook(record)
-    model.eval()
-    with torch.inference_mode():
-        model(images)
-    return {name: torch.cat(values).median().item() for name, values in seen.items()}
-
-
-def _kappa(tokens: Tensor) -> Tensor:
-    kappa: Tensor = torch.linalg.cond(tokens.double())
-    return kappa
+    return {
+        "kappa_in": median("kappa", block=0, position="input"),
+        "kappa_attention": median("kappa", position="attention.branch"),
+        "kappa_ffn": median("kappa", position="ffn.branch"),
+        "entropy": median("entropy"),
+    }
 
 
 def run(epochs: int = 20, seed: int = 0, console: Console | None = None) -> list[Outcome]:
@@ -156,20 +150,10 @@ def run(epochs: int = 20, seed: int = 0, console: Console | None = None) -> list
             model = build_model(seed)
             if edit is not None:
                 edit(model)
-            touched = len(wp.edits(model))
             for loss in train(model, data, epochs, seed):
                 progress.update(task, advance=1, status=f"{name}, loss {loss:.3f}")
-            kappa = median_kappas(model, data.test_x[:PROBE_IMAGES])
-            outcomes.append(
-                Outcome(
-                    name,
-                    accuracy(model, data),
-                    kappa["in"],
-                    kappa["attention"],
-                    kappa["ffn"],
-                    touched,
-                )
-            )
+            measured = measure(model, data.test_x[:PROBE_IMAGES])
+            outcomes.append(Outcome(name, accuracy(model, data), **measured))
     console.print(as_table(outcomes, data, epochs, seed))
     return outcomes
 
@@ -181,20 +165,20 @@ def as_table(outcomes: list[Outcome], data: Digits, epochs: int, seed: int) -> T
             f"{len(data.train_x)} training and {len(data.test_x)} test images of scikit-learn's digits, "
             f"{epochs} epochs, one run, seed {seed}. kappa: condition number of the token matrix, median "
             f"over {PROBE_IMAGES} test images and all blocks, float64 SVD, after training; 'into block 0' "
-            "are the tokens that the first block sees, the others are what a branch adds, without its skip."
+            "are the tokens that the first block sees, the others are what a branch adds, without its skip. "
+            "entropy: of the attention rows, 1 is uniform."
         ),
         caption_justify="left",
     )
-    table.add_column("model")
-    titles = ("accuracy", "kappa into\nblock 0", "kappa of\nattention", "kappa of\nFFN", "modules\ntouched")
+    table.add_column("model", no_wrap=True)
+    titles = ("accuracy", "kappa into\nblock 0", "kappa of\nattention", "kappa\nof FFN", "entropy")
     for title in titles:
         table.add_column(title, justify="right")
     for row in outcomes:
         kappas = map(_kappa_text, (row.kappa_in, row.kappa_attention, row.kappa_ffn))
-        table.add_row(row.name, f"{row.accuracy:.1%}", *kappas, str(row.touched))
+        table.add_row(row.name, f"{row.accuracy:.1%}", *kappas, f"{row.entropy:.3f}")
     return table
 
 
 def _kappa_text(kappa: float) -> str:
-    # The tokens are float32: their smallest singular values are rounding beyond this.
-    return "over 1e7" if kappa > 1e7 else f"{kappa:,.0f}"
+    return f"{'≥ ' if kappa >= KAPPA_LIMIT else ''}{short(kappa)}"

@@ -83,7 +83,8 @@ def test_jacobian(skip: bool) -> None:
     case = zoo.BY_NAME["timm vit"]
     model, x = case.model(), case.input(1)
     exact = jacobian_spectrum(model, x, skip=skip, method="dense")
-    found = jacobian_spectrum(model.cuda(), x, skip=skip, method="matrix-free", max_steps=544)
+    options = {"method": "matrix-free", "max_steps": 544, "dtype": torch.float64}
+    found = jacobian_spectrum(model.cuda(), x, skip=skip, **options)
     assert found.sigma_max.value == pytest.approx(exact.sigma_max.value, rel=1e-2)
     if skip:
         assert found.sigma_min.value == pytest.approx(exact.sigma_min.value, rel=1e-2)

@@ -32,7 +32,7 @@ import contextlib
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 
@@ -43,7 +43,6 @@ from wellposed.anatomy.model import Block, BlockSelection, select
 from wellposed.anatomy.seam import joins
 from wellposed.linalg.bounds import (
     SLACK,
-    VERDICTS,
     bound_attention,
     bound_attention_with_skip,
     bound_depthwise,
@@ -71,7 +70,6 @@ from wellposed.probes.projections import (
 )
 from wellposed.probes.summary import Sample, median, summarize
 from wellposed.records import Record, dtype_name
-from wellposed.text import aligned
 
 # The position of each measure, and which input its tokens are.
 _ATTENTION = {
@@ -353,23 +351,3 @@ def _compared(where: Record, measured: ConditionNumber, bound: Tensor, remark: s
     record = summarize(where.measure, Sample(kappas, torch.tensor([flag for _, flag in medians])), **known)
     limit = statistics.median(bound.flatten().tolist())
     return replace(record, bound=limit if math.isfinite(limit) else None, verdicts=comparison.counts)
-
-
-def as_table(records: Iterable[Record]) -> str:
-    """A line for each measure: for how many images (or windows) its bound holds, and by which margin.
-
-    The margins are those of the records, each of which has the median over its images.
-    """
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        if record.verdicts:
-            groups.setdefault(record.measure + ("" if record.head is None else ", heads"), []).append(record)
-    if not groups:
-        raise ValueError("expected records of wellposed.probes.bounds, got none with a bound.")
-    lines: list[tuple[str, ...]] = [("measure", *VERDICTS, "median margin", "smallest")]
-    for name, group in groups.items():
-        counts = (str(sum(counts)) for counts in zip(*(record.verdicts for record in group), strict=True))
-        margins = [record.bound / record.value for record in group if record.bound and record.value]
-        told = (f"x{statistics.median(margins):.3g}", f"x{min(margins):.3g}") if margins else ("-", "-")
-        lines.append((name, *counts, *told))
-    return aligned(lines)

@@ -35,7 +35,7 @@ def diagnose(
     model: nn.Module,
     images: object,
     *,
-    what: What | Sequence[What] | None = None,
+    what: What | Literal["all"] | Sequence[What] | None = None,
     blocks: BlockSelection = None,
     max_images: int | None = None,
     attention_images: int = 16,
@@ -53,7 +53,8 @@ def diagnose(
             ``"density"``: how near attention is to uniform; ``"bounds"``: kappa beside what the paper's
             propositions say, on 4 images; ``"jacobian"``: extreme singular values of the attention and
             FFN Jacobians of the blocks named (of block 0 if none is), at the first image; ``"ntk"``:
-            condition number of the neural tangent kernel of 8 images. None is the first two.
+            condition number of the neural tangent kernel of 8 images. None is the first two, ``"all"`` is
+            all five.
         blocks: an index, a slice, several indices, or None for all.
         max_images: None is all of a tensor or list, and a few dozen of a folder or DataLoader.
         attention_images: density is measured on so many images; the others keep fused attention.
@@ -105,14 +106,16 @@ def diagnose(
     return Diagnosis(tuple(records), about | {"what": list(chosen), "seconds": time.perf_counter() - started})
 
 
-def _check_what(what: What | Sequence[What] | None) -> tuple[What, ...]:
+def _check_what(what: What | Literal["all"] | Sequence[What] | None) -> tuple[What, ...]:
     if what is None:
         return DEFAULT
+    if what == "all":
+        return EVERYTHING
     chosen: tuple[What, ...] = (what,) if isinstance(what, str) else tuple(what)  # type: ignore[assignment]
     unknown = [name for name in chosen if name not in EVERYTHING]
     if unknown or not chosen:
         got = ", ".join(map(repr, unknown)) or "nothing"
-        raise ValueError(f"what must be one or several of {', '.join(EVERYTHING)}, got {got}.")
+        raise ValueError(f"what must be one or several of {', '.join(EVERYTHING)}, or all, got {got}.")
     return tuple(dict.fromkeys(chosen))
 
 

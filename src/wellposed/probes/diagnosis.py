@@ -5,7 +5,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wellposed.probes.tables import as_html, as_text, block_table, pair_table, rest_table
+from wellposed.probes.tables import (
+    Table,
+    as_html,
+    as_text,
+    block_table,
+    bounds_table,
+    pair_table,
+    rest_table,
+)
 from wellposed.records import Record, read_json, write_csv, write_json
 
 
@@ -43,17 +51,20 @@ class Diagnosis:
 
     def __str__(self) -> str:
         title = f"{self.about.get('model', 'model')}: {_images(self.about)}"
-        parts = [title, as_text(block_table(self.records)), as_text(rest_table(self.records))]
+        parts = [title, *map(as_text, self._tables())]
         edits = self.about.get("edits", [])
         parts.append("\n".join(f"edited: {edit}" for edit in edits))
         parts.append("\n".join(f"note: {note}" for note in self.notes))
         return "\n\n".join(part for part in parts if part)
 
+    def _tables(self) -> list[Table]:
+        return [make(self.records) for make in (block_table, bounds_table, rest_table)]
+
     def _repr_html_(self) -> str:
         title = f"{self.about.get('model', 'model')}: {_images(self.about)}"
         lines = [f"edited: {edit}" for edit in self.about.get("edits", [])]
         lines += [f"note: {note}" for note in self.notes]
-        return as_html(title, [block_table(self.records), rest_table(self.records)], lines)
+        return as_html(title, self._tables(), lines)
 
     def to_csv(self, path: str | Path) -> None:
         """One line a record, without the values of the single images."""

@@ -2,10 +2,12 @@
 
 import html
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wellposed.linalg import KAPPA_LIMIT
+from wellposed.linalg.bounds import VERDICTS
 from wellposed.records import Record, short
 from wellposed.text import aligned
 
@@ -18,6 +20,9 @@ _NOT_SHOWN = (
     "softmax jacobian frobenius",
     "softmax jacobian trace",
     "distance from uniform",
+    "ntk lambda max",
+    "ntk lambda min",
+    "ntk trace",
 )
 MOST_PAIRS = 40
 
@@ -57,11 +62,32 @@ def block_table(records: Sequence[Record]) -> Table:
 
 
 def rest_table(records: Sequence[Record]) -> Table:
-    """What the block table does not hold: Jacobian, NTK, bounds."""
-    shown = [r for r in records if r.measure not in (*_IN_BLOCK_TABLE, *_NOT_SHOWN) and r.head is None]
-    rows = tuple((r.measure, _place(r), r.text(), _bar(r), _bound(r), r.note) for r in shown)
-    titles = ("measure", "where", "value", "quartiles or error bar", "bound", "note")
+    """What the other tables do not hold: Jacobian and NTK."""
+    elsewhere = (*_IN_BLOCK_TABLE, *_NOT_SHOWN)
+    shown = [r for r in records if r.measure not in elsewhere and not _is_bounded(r) and r.head is None]
+    rows = tuple((r.measure, _place(r), r.text(), _bar(r), r.note) for r in shown)
+    titles = ("measure", "where", "value", "error bar", "note")
     return Table("", titles, rows, tuple((None,) * len(titles) for _ in rows))
+
+
+def bounds_table(records: Sequence[Record]) -> Table:
+    """A line for each measure that has a bound: for how many images (or windows) it holds, by which margin.
+
+    The margins are those of the records, each of which has the median over its images.
+    """
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record.verdicts:
+            groups.setdefault(record.measure + ("" if record.head is None else ", heads"), []).append(record)
+    rows = []
+    for name, group in groups.items():
+        counts = (str(sum(counts)) for counts in zip(*(record.verdicts for record in group), strict=True))
+        margins = [record.bound / record.value for record in group if record.bound and record.value]
+        told = (f"x{short(statistics.median(margins))}", f"x{short(min(margins))}") if margins else ("-", "-")
+        rows.append((name, *counts, *told))
+    titles = ("bound", *VERDICTS, "median margin", "smallest")
+    caption = "how many images, windows and heads; margin: bound / measured"
+    return Table(caption, titles, tuple(rows), tuple((None,) * len(titles) for _ in rows))
 
 
 def pair_table(pairs: Sequence[tuple[Record, Record]], names: tuple[str, str]) -> Table:
@@ -132,6 +158,10 @@ def _four_digits(record: Record | None) -> str:
     return "-" if record is None or record.value is None else f"{record.value:.4f}"
 
 
+def _is_bounded(record: Record) -> bool:
+    return bool(record.verdicts) or record.measure.startswith("kappa ")
+
+
 def _place(record: Record) -> str:
     block = "" if record.block is None else f"block {record.block}"
     head = "" if record.head is None else f"head {record.head}"
@@ -140,10 +170,6 @@ def _place(record: Record) -> str:
 
 def _bar(record: Record) -> str:
     return "" if record.low is None or record.high is None else f"{short(record.low)} to {short(record.high)}"
-
-
-def _bound(record: Record) -> str:
-    return "" if record.bound is None else short(record.bound)
 
 
 def _change(a: Record, b: Record) -> float:
