@@ -43,7 +43,7 @@ def test_kappa_is_that_of_the_tokens(data: demo.Digits) -> None:
     model(images)
     handle.remove()
     expected = statistics.median(torch.linalg.cond(caught[0].double()).tolist())
-    assert demo.measure(model, images)["kappa_in"] == pytest.approx(expected)
+    assert demo.measure(model, images)["kappa_in"].value == pytest.approx(expected)
 
 
 def test_the_command_prints_a_row_for_each_variant() -> None:

@@ -26,6 +26,7 @@ FULL = Record(
     dtype="float32",
     tolerance=1e-3,
     samples=(12.0, None),
+    at_least=(0,),
     curve=(1.0, 0.5),
 )
 EMPTY = Record(measure="entropy", value=None, status="not measured", note="no attention")

@@ -3,7 +3,6 @@
 Real images that come with a package, so it runs offline; the numbers are those of this run.
 """
 
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import wellposed as wp
-from wellposed.linalg import KAPPA_LIMIT
-from wellposed.records import short
+from wellposed.probes.summary import Sample, summarize
+from wellposed.records import Record
 
 PROBE_IMAGES = 128
 
@@ -38,10 +37,10 @@ class Outcome:
 
     name: str
     accuracy: float
-    kappa_in: float
-    kappa_attention: float
-    kappa_ffn: float
-    entropy: float
+    kappa_in: Record
+    kappa_attention: Record
+    kappa_ffn: Record
+    entropy: Record
 
 
 VARIANTS: tuple[tuple[str, Callable[[nn.Module], object] | None], ...] = (
@@ -121,14 +120,15 @@ def accuracy(model: nn.Module, data: Digits) -> float:
     return correct.double().mean().item()
 
 
-def measure(model: nn.Module, images: Tensor) -> dict[str, float]:
+def measure(model: nn.Module, images: Tensor) -> dict[str, Record]:
     """Medians over images and blocks: kappa into the first block and of what the branches add, entropy."""
     diagnosis = wp.diagnose(model, images, attention_images=len(images), batch_size=len(images))
 
-    def median(measure: str, **where: Any) -> float:
+    def median(measure: str, **where: Any) -> Record:
         records = diagnosis.select(measure, head=None, **where)
-        samples = [value for record in records for value in record.samples if value is not None]
-        return statistics.median(samples)
+        values = torch.tensor([value for record in records for value in record.samples], dtype=torch.float64)
+        flags = [index in record.at_least for record in records for index in range(len(record.samples))]
+        return summarize(measure, Sample(values, torch.tensor(flags)))
 
     return {
         "kappa_in": median("kappa", block=0, position="input"),
@@ -175,10 +175,6 @@ def as_table(outcomes: list[Outcome], data: Digits, epochs: int, seed: int) -> T
     for title in titles:
         table.add_column(title, justify="right")
     for row in outcomes:
-        kappas = map(_kappa_text, (row.kappa_in, row.kappa_attention, row.kappa_ffn))
-        table.add_row(row.name, f"{row.accuracy:.1%}", *kappas, f"{row.entropy:.3f}")
+        measured = (row.kappa_in, row.kappa_attention, row.kappa_ffn, row.entropy)
+        table.add_row(row.name, f"{row.accuracy:.1%}", *(record.text() for record in measured))
     return table
-
-
-def _kappa_text(kappa: float) -> str:
-    return f"{'≥ ' if kappa >= KAPPA_LIMIT else ''}{short(kappa)}"

@@ -40,6 +40,7 @@ class Record:
         dtype: of the tokens or weights it was made from.
         tolerance: relative error of the estimator, None where it is not known.
         samples: the value of each image; None where it could not be told.
+        at_least: indices of the samples that are lower bounds only.
         curve: a sequence that is the result itself: a mean spectrum.
     """
 
@@ -60,6 +61,7 @@ class Record:
     dtype: str = ""
     tolerance: float | None = None
     samples: tuple[float | None, ...] = ()
+    at_least: tuple[int, ...] = ()
     curve: tuple[float, ...] = ()
 
     @property
@@ -105,7 +107,7 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_SEQUENCES = ("verdicts", "samples", "curve")
+_SEQUENCES = ("verdicts", "samples", "at_least", "curve")
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Record) if field.name not in _SEQUENCES)
 
 

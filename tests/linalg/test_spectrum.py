@@ -119,13 +119,18 @@ def test_invariances(n: int, d: int, log_kappa: float, seed: int) -> None:
     assert torch.allclose(condition_number(shuffled).kappa, kappa, rtol=6e-3)
 
 
-def test_bfloat16_noise_is_no_condition_number() -> None:
-    exact = with_singular_values(geometric(50, 1e6), 50, 192).matrix()
-    rounded = condition_number(exact.bfloat16())
-    assert rounded.at_least
-    assert 100 < rounded.kappa < 1e5
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_only_rounding_decides_is_a_bound(dtype: torch.dtype) -> None:
+    exact = with_singular_values(rank_deficient(geometric(49, 2.0), 1), 50, 192).matrix()
+    as_it_is = condition_number(exact.to(dtype))
+    assert not as_it_is.at_least
+    assert as_it_is.kappa > 0.1 / torch.finfo(dtype).eps
+    known = condition_number(exact.to(dtype), roundings=2)
+    assert known.at_least
+    # The bound is no larger than what rounding made of an infinite kappa, and not far below.
+    assert as_it_is.kappa / 20 < known.kappa < as_it_is.kappa
     well = with_singular_values(geometric(50, 30.0), 50, 192).matrix()
-    kappa, at_least = condition_number(well.bfloat16())
+    kappa, at_least = condition_number(well.to(dtype), roundings=2)
     assert not at_least
     assert torch.allclose(kappa, torch.tensor(30.0, dtype=torch.float64), rtol=2e-2)
 

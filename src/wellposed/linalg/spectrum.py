@@ -44,21 +44,23 @@ class ConditionNumber(NamedTuple):
     """Condition numbers (...), and where they are lower bounds only.
 
     ``kappa`` is NaN for a matrix that holds a non-finite value. Where ``at_least`` is True the true value
-    is ``kappa`` or more: the smallest singular value is below what the arithmetic, or the rounding of the
-    tokens themselves, can tell.
+    is ``kappa`` or more: the smallest singular value is below what the arithmetic can tell.
     """
 
     kappa: Tensor
     at_least: Tensor
 
 
-def condition_number(x: Tensor, *, singular_values: Tensor | None = None) -> ConditionNumber:
+def condition_number(
+    x: Tensor, *, singular_values: Tensor | None = None, roundings: float = 0.0
+) -> ConditionNumber:
     """sigma_max / sigma_min of each matrix of x (..., N, D), over its min(N, D) singular values.
 
     Args:
-        x: floating point. Below float32 the dtype counts: tokens rounded to bfloat16 carry an error of up
-            to 2^-8 in every entry, and a kappa that only this noise decides is given as a lower bound.
+        x: floating point.
         singular_values: of x, where they are known already.
+        roundings: how many rounding errors of x's dtype each entry carries, in the mean; a kappa that only
+            these decide is given as a lower bound. 0 takes the matrix as it is.
     """
     _check(x)
     with torch.no_grad(), without_autocast(x):
@@ -71,7 +73,7 @@ def condition_number(x: Tensor, *, singular_values: Tensor | None = None) -> Con
         else:
             in_range, scale = _in_range(x, wide)
             largest, smallest = (value * scale for value in _extremes_by_squaring(in_range))
-        kappa, limit = largest / smallest, _limit(x, wide, largest)
+        kappa, limit = largest / smallest, _limit(x, wide, largest, roundings)
         at_least = largest.isfinite() & ~(kappa < limit)  # zero tokens too, whose kappa is 0 / 0
         return ConditionNumber(torch.where(at_least, limit, kappa), at_least)
 
@@ -223,13 +225,13 @@ def _gain(u: Tensor, x: Tensor) -> Tensor:
     return after / before.clamp(min=torch.finfo(before.dtype).tiny)
 
 
-def _limit(x: Tensor, wide: Tensor, largest: Tensor) -> Tensor:
+def _limit(x: Tensor, wide: Tensor, largest: Tensor, roundings: float) -> Tensor:
     """The largest kappa that can be told."""
     limit = torch.full_like(largest, KAPPA_LIMIT)
-    unit = torch.finfo(x.dtype).eps / 2
-    if unit <= torch.finfo(torch.float32).eps:
+    if roundings == 0:
         return limit
-    # Rounding errors are independent, about u / sqrt(3) of each entry: this is their spectral norm.
+    # Independent errors of about u / sqrt(3) of each entry have this spectral norm.
+    unit = roundings * torch.finfo(x.dtype).eps / 2
     rows, columns = wide.shape[-2:]
     noise = unit / 3**0.5 * (rows**-0.5 + columns**-0.5) * wide.square().sum((-2, -1)).sqrt()
     return torch.where(largest > 0, (largest / noise).clamp(max=KAPPA_LIMIT), limit)

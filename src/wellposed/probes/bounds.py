@@ -55,6 +55,7 @@ from wellposed.linalg.bounds import (
 from wellposed.linalg.precision import without_autocast
 from wellposed.linalg.spectrum import ConditionNumber, condition_number, estimator
 from wellposed.probes.attention_maps import no_attention, watching_attention
+from wellposed.probes.conditioning import token_condition_number
 from wellposed.probes.images import first_images
 from wellposed.probes.observe import plain, watching_tokens
 from wellposed.probes.passes import forward_passes
@@ -185,7 +186,7 @@ class _BlockBounds:
         if position not in self.positions:
             self.images = len(tokens)
             dtype = dtype_name(tokens.dtype)
-            self.positions[position] = condition_number(tokens), estimator(tokens), dtype
+            self.positions[position] = token_condition_number(tokens), estimator(tokens), dtype
 
     def see_attention(self, p: Tensor) -> None:
         """Kappa of P V (images, W, H) at once: the probabilities of all blocks would fill the memory."""
@@ -346,7 +347,7 @@ def _compared(where: Record, measured: ConditionNumber, bound: Tensor, remark: s
     medians = [median(sample) for sample in windows]
     kappas = torch.tensor([kappa for kappa, _ in medians], dtype=torch.float64)
     known = asdict(where) | {"note": "; ".join(filter(None, (str(comparison), remark)))}
-    for name in ("value", "low", "high", "status", "samples", "images", "measure"):
+    for name in ("value", "low", "high", "status", "samples", "at_least", "images", "measure"):
         del known[name]
     record = summarize(where.measure, Sample(kappas, torch.tensor([flag for _, flag in medians])), **known)
     limit = statistics.median(bound.flatten().tolist())

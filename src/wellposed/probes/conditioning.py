@@ -18,7 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.anatomy.model import Block, BlockSelection, select
-from wellposed.linalg import condition_number, effective_rank, singular_values, stable_rank
+from wellposed.linalg import (
+    ConditionNumber,
+    condition_number,
+    effective_rank,
+    singular_values,
+    stable_rank,
+)
 from wellposed.linalg.spectrum import TOLERANCE, estimator
 from wellposed.probes.images import image_batches
 from wellposed.probes.observe import watching_tokens
@@ -28,6 +34,11 @@ from wellposed.records import Record, dtype_name
 
 GPU_SPECTRA = 4
 """Images whose whole spectrum is computed on a GPU, where a batched eigenvalue problem is slow."""
+
+ROUNDINGS = {torch.float64: 8.0, torch.float32: 8.0, torch.bfloat16: 2.0, torch.float16: 2.0}
+"""Rounding errors that an entry of the tokens carries. Float32 tokens come out of norms and sums of several
+steps: where exact arithmetic would give a rank-deficient matrix, as after a LayerNorm without bias, 4 were
+seen. In half precision it is a product, accumulated in float32 and rounded once."""
 
 _AT_ONCE = 256  # images that a GPU measures at a time
 
@@ -149,6 +160,12 @@ class ConditioningProbe:
         return out
 
 
+def token_condition_number(tokens: Tensor, singular_values: Tensor | None = None) -> ConditionNumber:
+    """Kappa (B,) of the tokens (B, N, D) of a model, a lower bound where only their rounding decides it."""
+    roundings = ROUNDINGS.get(tokens.dtype, 8.0)
+    return condition_number(tokens, singular_values=singular_values, roundings=roundings)
+
+
 def _waits(tokens: Tensor) -> bool:
     """Whether to measure the tokens together with others: a GPU is hardly busy with few."""
     return tokens.is_cuda
@@ -162,7 +179,7 @@ def _measure(group: list[_Measurement]) -> None:
     few = [batch[: one.spectra] for one, batch in zip(group, batches, strict=True)]
     values = singular_values(torch.cat(few)) if any(map(len, few)) else None
     every = values is not None and len(values) == len(tokens)
-    kappa, at_least = condition_number(tokens, singular_values=values if every else None)
+    kappa, at_least = token_condition_number(tokens, values if every else None)
     parts = zip(group, torch.split(kappa, sizes), torch.split(at_least, sizes), strict=True)
     for one, its_kappa, its_at_least in parts:
         one.kappa, one.at_least, one.tokens = its_kappa, its_at_least, None

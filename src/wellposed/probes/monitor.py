@@ -24,7 +24,8 @@ class Monitor:
 
     The keys are ``kappa/<block>/<position>`` for the block's input and for what each branch adds, the median
     over the images, ``kappa/<position>/worst`` over the blocks, ``entropy/<block>`` and ``entropy/mean``. A
-    kappa of 3e7 means at least that. Quantities that a block does not have are left out.
+    kappa that cannot be told is the largest that could be, at most 3e7. What a block does not have is left
+    out.
 
     The model is seen as it trains: a compiled or DDP-wrapped one may be passed, nothing in it changes, and
     neither do gradients or random numbers. With FSDP2 every process must call it.

@@ -38,6 +38,8 @@ def summarize(measure: str, sample: Sample, *, note: str = "", **where: Any) -> 
         said.append(f"a lower bound for {capped} of {len(values)} images")
     fields: dict[str, Any] = {**where, "measure": measure, "images": len(told), "note": "; ".join(said)}
     fields["samples"] = tuple(value if math.isfinite(value) else None for value in values)
+    if sample.at_least is not None:
+        fields["at_least"] = tuple(index for index, flag in enumerate(sample.at_least.tolist()) if flag)
     if not told:
         return Record(value=None, status="not measured", **fields)
     middle, is_bound = median(sample)
