@@ -1,6 +1,8 @@
 """The one call: what it takes, what it gives, and that it leaves no trace."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -187,3 +189,18 @@ def test_a_progress_bar_for_those_who_see_it(capsys, monkeypatch) -> None:
     assert "forward passes" in capsys.readouterr().err
     wp.diagnose(small_vit(), VIT.input(1), progress=False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_first_call_of_a_process_leaves_random_numbers_alone() -> None:
+    """Importing what it needs must not disturb a run that was seeded before."""
+    code = """
+import random, numpy as np, timm, torch
+model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=16, depth=1)
+random.seed(0), np.random.seed(0), torch.manual_seed(0)
+expected = random.random(), np.random.rand(), torch.rand(()).item()
+random.seed(0), np.random.seed(0), torch.manual_seed(0)
+import wellposed as wp
+wp.diagnose(model, torch.ones(1, 3, 32, 32), what="all")
+assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,13 +1,12 @@
 """One call that measures a model."""
 
 import itertools
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor, nn
 
 from wellposed.anatomy.model import Block, BlockSelection, blocks, select
@@ -139,6 +138,11 @@ class _Bar:
     """A progress bar on standard error, if there is someone to see it."""
 
     def __init__(self, wanted: bool | None) -> None:
+        before = random.getstate()  # rich draws a random number when it is first imported
+        from rich.console import Console
+        from rich.progress import Progress
+
+        random.setstate(before)
         console = Console(stderr=True)
         shown = console.is_terminal if wanted is None else wanted
         self.progress = Progress(console=console, transient=True, disable=not shown)
