@@ -4,7 +4,7 @@
 
 On a GPU and on a CPU alike: the condition number against ``torch.linalg.cond``, kappa and density of a whole
 model against a forward pass and against eager attention whose maps are read, extreme singular values of an
-attention Jacobian against the dense one, and what the monitor adds to training.
+attention Jacobian against the dense one, and the monitor against training steps.
 """
 
 import argparse
@@ -88,16 +88,14 @@ def forward(model: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
-def epoch(model: nn.Module, batches: list[tuple[Tensor, Tensor]], monitor: Monitor | None) -> None:
+def train(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model.train()
-    for step, (x, y) in enumerate(batches):
+    for _ in range(steps):
         loss = nn.functional.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if monitor is not None:
-            monitor(step)
 
 
 def main() -> None:
@@ -167,25 +165,16 @@ def main() -> None:
         for record in jacobian_spectrum(base, x[:1], skip=skip).records():
             print("   ", record.measure, record.text(), record.note)
 
-    if small:
-        vit = timm.create_model("vit_tiny_patch16_224", num_classes=10)
-        batches = [(torch.randn(8, 3, 224, 224), torch.randint(10, (8,))) for _ in range(100)]
-    else:
-        vit = timm.create_model("vit_base_patch16_224", num_classes=10).to(device)
-        batches = [
-            (torch.randn(64, 3, 224, 224, device=device), torch.randint(10, (64,), device=device))
-        ] * 100
-    monitor = Monitor(vit, x[:8])
+    vit, size = timm.create_model(name, num_classes=10).to(device), 8 if small else 64
+    labels = torch.randint(10, (size,), device=device)
+    monitor = Monitor(vit, x)
     report.add(
-        "epoch of 100 steps with the monitor",
-        f"batch {batches[0][0].shape[0]}",
-        lambda: epoch(vit, batches, monitor),
-        "without",
-        lambda: epoch(vit, batches, None),
-        rounds=1 if small else 3,
-        warm=False,
+        "one measurement of the monitor, due every 100 steps",
+        f"{name}, {len(monitor.images)} images",
+        monitor.measure,
+        f"10 training steps of batch {size}",
+        lambda: train(vit, x[:size], labels, 10),
     )
-    report.add("one measurement of the monitor", "8 images", monitor.measure)
     if arguments.out:
         write(arguments.out, "medians; ratio is ours / the other, of each round", TITLES, report.rows)
 

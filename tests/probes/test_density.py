@@ -120,7 +120,7 @@ def test_one_key_has_no_entropy() -> None:
     assert row_entropy(torch.ones(2, 3, 1)).isnan().all()
 
 
-@pytest.mark.parametrize("spread", [1e-3, 0.1, 1, 4, 16, 64, 256])
+@pytest.mark.parametrize("spread", [1e-3, 0.1, 1, 4, 16, 64])
 @pytest.mark.parametrize("keys", [17, 197])
 def test_float32_is_as_exact_as_the_records_say(spread: float, keys: int) -> None:
     """Single rows, the worst case; the spread is the standard deviation of the scores."""

@@ -11,7 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import wellposed as wp
 import zoo
+from own_model import OwnModel
 from untouched import assert_same, fingerprint
+from wellposed.anatomy import Add, BlockRow, after, taps
+from wellposed.anatomy.families import BLOCKS
 from wellposed.probes import Diagnosis
 from wellposed.probes.diagnose import EVERYTHING
 from wellposed.records import Record
@@ -93,6 +96,18 @@ def test_the_table_has_the_worst_block_first() -> None:
     assert "entropy" in str(diagnosis)
 
 
+def test_results_print_in_a_line_or_a_table() -> None:
+    model, x = small_vit(), VIT.input(2)
+    diagnosis = wp.diagnose(model, x)
+    assert repr(diagnosis) == str(diagnosis)
+    assert repr(diagnosis.compare(diagnosis)).startswith("measure")
+    spectrum = str(wp.probes.jacobian_spectrum(model, x, skip=True))
+    assert re.fullmatch(r"Jacobian of blocks\.0 attention\+skip, 544 x 544: sigma max .*float64\)", spectrum)
+    assert re.match(
+        r"NTK of the sum of 5 outputs.*2 images: lambda max .* kappa ", str(wp.probes.ntk(model, x))
+    )
+
+
 def test_html_escapes_and_colours(tmp_path) -> None:
     bad = Record(measure="kappa", value=3e7, block=0, module="<script>", position="input", status="at least")
     good = Record(measure="kappa", value=1.0, block=1, module="b", position="input")
@@ -148,6 +163,21 @@ def test_density_asked_for_where_there_is_none() -> None:
         wp.diagnose(case.model(), case.input(1), what="density")
 
 
+def test_a_model_of_ones_own_without_softmax(monkeypatch) -> None:
+    row = BlockRow(
+        "mine", (Add("attention"), Add("ffn")), taps(attention=after("mix"), mlp="ff", last_linear="ff.out")
+    )
+    monkeypatch.setitem(BLOCKS, "own_model.OwnBlock", row)
+    model, x = OwnModel(), torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    diagnosis = wp.diagnose(model, x)
+    assert diagnosis.select("kappa", position="attention.branch")[1].status == "ok"
+    (entropy, _) = diagnosis.select("entropy")
+    assert (entropy.status, entropy.note) == ("not measured", "it showed no softmax attention")
+    assert "kappa/0/input" in wp.probes.Monitor(model, x).measure()
+    with pytest.raises(RuntimeError, match="expected a call of scaled_dot_product_attention"):
+        wp.diagnose(model, x, what="density")
+
+
 def test_not_a_known_model() -> None:
     with pytest.raises(wp.UnknownModelError, match="Teach it"):
         wp.diagnose(nn.Linear(3, 3), torch.randn(1, 3, 8, 8))
@@ -158,7 +188,9 @@ def test_not_a_known_model() -> None:
 def test_wrapped_and_compiled_models() -> None:
     model, x = small_vit(), VIT.input(2)
     expected = wp.diagnose(model, x, what="conditioning").records
-    assert wp.diagnose(nn.DataParallel(model), x, what="conditioning").records == expected
+    wrapped = nn.DataParallel(model)
+    wrapped.module.cpu()  # it goes to a GPU where there is one
+    assert wp.diagnose(wrapped, x, what="conditioning").records == expected
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
         out = compiled(x)

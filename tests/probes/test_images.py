@@ -166,7 +166,9 @@ def test_dtype_and_device_are_the_models(dtype):
 def test_a_wrapped_model_counts_as_the_one_inside(model):
     compiled = torch.compile(model)
     assert expected_size(compiled) == (SIDE, SIDE)
-    assert torch.equal(stacked(images(), nn.DataParallel(model)), images())
+    wrapped = nn.DataParallel(model)
+    wrapped.module.cpu()  # it goes to a GPU where there is one
+    assert torch.equal(stacked(images(), wrapped), images())
     with pytest.raises(ValueError, match="takes images of 32 x 32"):
         image_batches(images(2, 40), compiled)
 

@@ -85,7 +85,9 @@ def attention_probabilities(
 
 
 @contextlib.contextmanager
-def watching_attention(found: list[Block], see: See, images: int) -> Iterator["AttentionWatch"]:
+def watching_attention(
+    found: list[Block], see: See, images: int, *, strict: bool = True
+) -> Iterator["AttentionWatch"]:
     """Inside, every block shows ``see`` the attention of the first ``images`` images that reach it.
 
     Blocks without attention over tokens (see :func:`no_attention`) are passed over. A block with several
@@ -94,7 +96,8 @@ def watching_attention(found: list[Block], see: See, images: int) -> Iterator["A
     for inference that nothing can look into. It is off inside, by
     ``torch.backends.mha.set_fastpath_enabled(False)``, which moves the last digits.
 
-    A block that ran without showing attention is an error at the end.
+    A block that ran without showing attention is an error at the end, unless ``strict`` is False: then it
+    is among the watch's ``silent`` blocks.
     """
     if images < 1:
         raise ValueError(f"images must be at least 1, got {images}; attention is that of some image.")
@@ -113,7 +116,8 @@ def watching_attention(found: list[Block], see: See, images: int) -> Iterator["A
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         watch.abandon()
-    watch.check()
+    if strict:
+        watch.check()
 
 
 class Source(NamedTuple):
@@ -148,7 +152,7 @@ class AttentionWatch(TorchFunctionMode):
         self.source: Source
         self._runs: list[_Run] = []  # the innermost block last
         self._seen: dict[int, int] = {}
-        self._silent: dict[int, Block] = {}
+        self.silent: dict[int, Block] = {}
 
     def enter(self, block: Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = to_tokens(stream_of(block, args, kwargs), layout_of(block)).shape[0]
@@ -166,7 +170,7 @@ class AttentionWatch(TorchFunctionMode):
             if output is not None:  # None after an error
                 self._seen[block.index] = self._seen.get(block.index, 0) + run.sampled
                 if run.sampled and not run.shown:
-                    self._silent[block.index] = block
+                    self.silent[block.index] = block
 
     def abandon(self) -> None:
         """End the runs that an interrupt broke off: after one, torch calls no hooks."""
@@ -181,9 +185,9 @@ class AttentionWatch(TorchFunctionMode):
 
     def check(self) -> None:
         """Raise where a block ran without showing attention."""
-        if not self._silent:
+        if not self.silent:
             return
-        silent = list(self._silent.values())
+        silent = list(self.silent.values())
         more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
         raise RuntimeError(
             "expected a call of scaled_dot_product_attention, softmax or multi_head_attention_forward in "

@@ -33,7 +33,7 @@ from wellposed.surgery.choose import choose
 ABSOLUTE_ERROR = 1e-5
 """Of each measure, with probabilities made in float32 from q and k or from scores that are exact.
 
-Measured up to scores of 1000, where it is reached for a single row; means over rows are far closer.
+Measured for single rows with scores up to 250; means over rows are far closer.
 """
 
 # Probabilities measured at a time: on a CPU what its cache holds, elsewhere what keeps the device busy.
@@ -86,10 +86,11 @@ class DensityProbe:
     A value is the mean over the windows, queries and heads of an image, its median over the images the
     record's value. Entropy and distance from uniform are told for each head too. A block without attention
     over tokens, or with one key alone, has one record that says so. Where a block holds several attentions,
-    the position of the second is ``attention 2``, and so on.
+    the position of the second is ``attention 2``, and so on. A block whose attention cannot be seen is an
+    error, or a record that says so where ``strict`` is False.
     """
 
-    def __init__(self, found: list[Block], images: int = 16) -> None:
+    def __init__(self, found: list[Block], images: int = 16, *, strict: bool = True) -> None:
         if all(no_attention(block) for block in found):
             reasons = dict.fromkeys(
                 f"{type(block.module).__name__}: {no_attention(block)}" for block in found
@@ -98,12 +99,12 @@ class DensityProbe:
                 f"expected a block with attention over tokens, got none ({'; '.join(reasons)}); "
                 "density is a property of attention."
             )
-        self.found, self.images = found, images
+        self.found, self.images, self.strict = found, images, strict
         self._seen: dict[int, list[_Density]] = {block.index: [] for block in found}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        with watching_attention(self.found, self._see, self.images) as self._watch:
+        with watching_attention(self.found, self._see, self.images, strict=self.strict) as self._watch:
             yield
 
     def _see(self, block: Block, p: Tensor) -> None:
@@ -120,7 +121,8 @@ class DensityProbe:
         attentions = self._seen[block.index]
         where = {"block": block.index, "module": block.name, "position": "attention"}
         if not attentions:
-            yield _not_measured(no_attention(block) or "the model did not run it", **where)
+            silent = "it showed no softmax attention" if block.index in self._watch.silent else ""
+            yield _not_measured(no_attention(block) or silent or "the model did not run it", **where)
         for order, density in enumerate(attentions):
             yield from density.records(**where | ({"position": f"attention {order + 1}"} if order else {}))
 

@@ -84,7 +84,9 @@ def diagnose(
             def probes(present: list[Block]) -> list[Probe]:
                 wanted = [block for block in present if block.index in kept]
                 made: list[Probe] = [ConditioningProbe(wanted)] if "conditioning" in chosen else []
-                return [*made, DensityProbe(wanted, attention_images)] if "density" in chosen else made
+                if "density" in chosen:
+                    made.append(DensityProbe(wanted, attention_images, strict=what is not None))
+                return made
 
             records += forward_passes(model, bar.over(batches, "forward passes"), probes)
         if "bounds" in chosen:

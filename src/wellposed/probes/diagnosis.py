@@ -17,7 +17,7 @@ from wellposed.probes.tables import (
 from wellposed.records import Record, read_json, write_csv, write_json
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """The records of one model.
 
@@ -56,6 +56,9 @@ class Diagnosis:
         parts.append("\n".join(f"edited: {edit}" for edit in edits))
         parts.append("\n".join(f"note: {note}" for note in self.notes))
         return "\n\n".join(part for part in parts if part)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _tables(self) -> list[Table]:
         return [make(self.records) for make in (block_table, bounds_table, rest_table)]
@@ -106,7 +109,7 @@ class Diagnosis:
         return Comparison(tuple(pairs), names)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Quantities that two diagnoses share, in pairs."""
 
@@ -115,6 +118,9 @@ class Comparison:
 
     def __str__(self) -> str:
         return as_text(pair_table(self.pairs, self.names))
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         return as_html(" and ".join(self.names), [pair_table(self.pairs, self.names)], [])

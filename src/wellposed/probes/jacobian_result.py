@@ -90,6 +90,13 @@ class JacobianSpectrum:
         values = self.curve(count)
         return values / values[:1].clamp(min=torch.finfo(torch.float64).tiny)
 
+    def __str__(self) -> str:
+        top, bottom, kappa = self.records()
+        return (
+            f"Jacobian of {self.module} {kappa.position}, {self.size} x {self.size}: sigma max {top.text()}, "
+            f"sigma min {bottom.text()}, kappa {kappa.text()} ({kappa.estimator}, {kappa.dtype})"
+        )
+
     def records(self) -> list[Record]:
         """The largest and the smallest singular value, and kappa with the curve."""
         top, bottom = self._why_at_least(), self._why_at_most()

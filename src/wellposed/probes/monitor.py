@@ -75,7 +75,7 @@ class Monitor:
         positions = {"input", *(f"{role}.branch" for block in wanted for role in block.row.roles)}
         probes: list[Probe] = [ConditioningProbe(wanted, spectra=0, positions=positions)]
         if not all(map(no_attention, wanted)):
-            probes.append(DensityProbe(wanted, self.attention_images))
+            probes.append(DensityProbe(wanted, self.attention_images, strict=False))
         return probes
 
 

@@ -79,6 +79,13 @@ class NTK:
     outputs: str
     dtype: torch.dtype
 
+    def __str__(self) -> str:
+        kappa, largest, smallest, _ = self.records()[:4]
+        return (
+            f"{self.outputs}, {self.images} images: lambda max {largest.text()}, "
+            f"lambda min {smallest.text()}, kappa {kappa.text()} ({self.plan})"
+        )
+
     def records(self) -> list[Record]:
         """Kappa, largest and smallest eigenvalue, and trace: of the whole model, then of every group.
 
