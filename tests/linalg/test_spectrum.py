@@ -135,6 +135,20 @@ def test_what_only_rounding_decides_is_a_bound(dtype: torch.dtype) -> None:
     assert torch.allclose(kappa, torch.tensor(30.0, dtype=torch.float64), rtol=2e-2)
 
 
+@pytest.mark.parametrize("at_once", [1, 10**4])
+def test_large_batches_come_in_parts(at_once: int, monkeypatch) -> None:
+    x = with_singular_values(geometric(8, 1e3), 8, 12, batch=(3, 5)).matrix()
+    x = x * torch.linspace(1, 2, 15, dtype=torch.float64).reshape(3, 5, 1, 1)
+    monkeypatch.setattr(spectrum, "_by_lapack", lambda x: False)
+    whole, values = condition_number(x), singular_values(x)
+    monkeypatch.setattr(spectrum, "_ENTRIES_AT_ONCE", at_once)
+    parts = condition_number(x)
+    assert parts.kappa.shape == (3, 5)
+    assert torch.allclose(parts.kappa, whole.kappa, rtol=1e-6)
+    assert torch.equal(parts.at_least, whole.at_least)
+    assert torch.allclose(singular_values(x), values, rtol=1e-9)
+
+
 def test_known_values_serve() -> None:
     x = with_singular_values(geometric(5, 1e3), 5, 9, batch=(2,)).matrix()
     given_values = condition_number(x, singular_values=singular_values(x))

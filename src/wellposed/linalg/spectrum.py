@@ -37,6 +37,7 @@ TOLERANCE = 5e-3
 _SQUARINGS = 6
 _SQUARINGS_FOR_LARGEST = 7  # in bfloat16, where they are cheap
 _HARD = 3e5  # kappa from which on the Gram matrix alone has too few digits
+_ENTRIES_AT_ONCE = 2**26
 _SMALL = 1e-4  # singular values below this part of the largest are computed again without it
 
 
@@ -63,6 +64,10 @@ def condition_number(
             these decide is given as a lower bound. 0 takes the matrix as it is.
     """
     _check(x)
+    if singular_values is None and len(parts := _parts(x)) > 1:
+        found = [condition_number(part, roundings=roundings) for part in parts]
+        kappas, flags = zip(*found, strict=True)
+        return ConditionNumber(*(torch.cat(each).reshape(x.shape[:-2]) for each in (kappas, flags)))
     with torch.no_grad(), without_autocast(x):
         wide = _wide(x)
         if singular_values is not None:
@@ -84,6 +89,8 @@ def singular_values(x: Tensor) -> Tensor:
     Accurate to 1e-4 of each value down to sigma_max / 1e6. NaN for a matrix with a non-finite value.
     """
     _check(x)
+    if len(parts := _parts(x)) > 1:
+        return torch.cat([singular_values(part) for part in parts]).reshape(*x.shape[:-2], -1)
     with torch.no_grad(), without_autocast(x):
         wide = _wide(x)
         if _by_lapack(x):
@@ -111,6 +118,16 @@ def estimator(x: Tensor) -> str:
 
 def _by_lapack(x: Tensor) -> bool:
     return x.device.type != "cuda"
+
+
+def _parts(x: Tensor) -> tuple[Tensor, ...]:
+    """The matrices in parts (b, N, D) that a GPU has the memory for, with all that is made of them."""
+    rows, columns = sorted(x.shape[-2:])
+    at_once = max(1, _ENTRIES_AT_ONCE // (rows * (rows + columns)))
+    matrices = x.numel() // (rows * columns)
+    if _by_lapack(x) or matrices <= at_once:
+        return (x,)
+    return torch.split(x.reshape(-1, *x.shape[-2:]), at_once)
 
 
 def _wide(x: Tensor) -> Tensor:

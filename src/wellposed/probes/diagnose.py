@@ -15,7 +15,7 @@ from wellposed.probes.bounds import bounds as measure_bounds
 from wellposed.probes.conditioning import ConditioningProbe
 from wellposed.probes.density import DensityProbe
 from wellposed.probes.diagnosis import Diagnosis
-from wellposed.probes.images import first_images, image_batches
+from wellposed.probes.images import image_batches
 from wellposed.probes.jacobian import jacobian_spectrum
 from wellposed.probes.ntk import ntk_spectrum
 from wellposed.probes.observe import plain
@@ -102,7 +102,7 @@ def diagnose(
                     records += spectrum.records()
         if "ntk" in chosen:
             bar.say("neural tangent kernel")
-            records += ntk_spectrum(model, first_images(batches, inner, NTK_IMAGES), groups="parts")
+            records += ntk_spectrum(model, batches, max_images=NTK_IMAGES, groups="parts")
     about = _about(model, inner, records, batches.notes + notes)
     return Diagnosis(tuple(records), about | {"what": list(chosen), "seconds": time.perf_counter() - started})
 
