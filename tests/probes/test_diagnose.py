@@ -57,6 +57,7 @@ def test_everything_on_one_model() -> None:
         assert record.status == "not measured" or record.estimator, record
         assert record.status == "not measured" or record.dtype, record
         assert record.images > 0 or record.status == "not measured", record
+        assert record.status != "ok" or record.tolerance is not None, record
     for title in ("jacobian kappa", "ntk kappa", "kappa 4.1 linear"):
         assert title in str(diagnosis)
 

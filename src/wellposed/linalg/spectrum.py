@@ -31,8 +31,8 @@ KAPPA_LIMIT = 3e7
 """Condition numbers are told up to here. Float32 tokens hold no more, and beyond it the Gram matrix would
 have no digit of the smallest singular value left."""
 
-TOLERANCE = 5e-3
-"""Relative error of :func:`condition_number` on a GPU; on a CPU it is that of LAPACK."""
+GPU_TOLERANCE = 5e-3
+"""Relative error of :func:`condition_number` on a GPU."""
 
 _SQUARINGS = 6
 _SQUARINGS_FOR_LARGEST = 7  # in bfloat16, where they are cheap
@@ -114,6 +114,11 @@ def stable_rank(values: Tensor) -> Tensor:
 def estimator(x: Tensor) -> str:
     """How :func:`condition_number` and :func:`singular_values` work for x."""
     return "float64 SVD" if _by_lapack(x) else "float64 Gram matrix, values read off the tokens"
+
+
+def tolerance(x: Tensor) -> float:
+    """Relative error of :func:`condition_number` for x."""
+    return torch.finfo(torch.float32).eps if _by_lapack(x) else GPU_TOLERANCE
 
 
 def _by_lapack(x: Tensor) -> bool:

@@ -53,7 +53,7 @@ from wellposed.linalg.bounds import (
     product_condition_number,
 )
 from wellposed.linalg.precision import without_autocast
-from wellposed.linalg.spectrum import ConditionNumber, condition_number, estimator
+from wellposed.linalg.spectrum import ConditionNumber, condition_number, estimator, tolerance
 from wellposed.probes.attention_maps import no_attention, watching_attention
 from wellposed.probes.conditioning import token_condition_number
 from wellposed.probes.images import first_images
@@ -253,7 +253,7 @@ class _BlockBounds:
     def _softmax_of_head(self, head: int, bound: Tensor, *remarks: str) -> Record:
         parts = [(part.kappa[..., head], part.at_least[..., head]) for part in self.heads]
         measured = ConditionNumber(*(torch.cat(part) for part in zip(*parts, strict=True)))
-        where = self._where("kappa 4.1 softmax", estimator(bound), head)
+        where = replace(self._where("kappa 4.1 softmax", estimator(bound), head), tolerance=tolerance(bound))
         return _compared(where, measured, bound, "; ".join(filter(None, remarks)))
 
     def _ffn_records(self) -> Iterator[Record]:
@@ -319,7 +319,7 @@ class _BlockBounds:
 
     def _position(self, measure: str, bound: Tensor, remark: str) -> Record:
         measured, how, dtype = self.positions[_MEASURES[measure][0]]
-        where = replace(self._where(measure, how), dtype=dtype)
+        where = replace(self._where(measure, how), dtype=dtype, tolerance=tolerance(measured.kappa))
         return _compared(where, measured, bound.to(measured.kappa.device), remark)
 
 

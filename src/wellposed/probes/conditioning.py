@@ -25,7 +25,7 @@ from wellposed.linalg import (
     singular_values,
     stable_rank,
 )
-from wellposed.linalg.spectrum import TOLERANCE, estimator
+from wellposed.linalg.spectrum import estimator, tolerance
 from wellposed.probes.images import image_batches
 from wellposed.probes.observe import watching_tokens
 from wellposed.probes.passes import forward_passes
@@ -121,7 +121,7 @@ class ConditioningProbe:
                 shape=(tokens.shape[-2], tokens.shape[-1]),
                 dtype=dtype_name(tokens.dtype),
                 estimator=estimator(tokens),
-                tolerance=TOLERANCE if tokens.is_cuda else torch.finfo(torch.float32).eps,
+                tolerance=tolerance(tokens),
             )
         seen = self.seen[block.index, position]
         done = sum(batch.spectra for batch in seen.batches)

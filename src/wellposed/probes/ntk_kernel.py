@@ -113,6 +113,7 @@ class NTK:
                 note=self._note(spectrum),
                 estimator=how,
                 dtype=dtype_name(self.dtype),
+                tolerance=_tolerance(name, value, status, spectrum.kappa, self.dtype),
                 curve=tuple(spectrum.eigenvalues.tolist()) if name == "kappa" and value is not None else (),
             )
             for name, value, status in _measured(spectrum, kernel.trace().item())
@@ -127,6 +128,17 @@ class NTK:
         if math.isnan(spectrum.kappa):
             return "the outputs do not depend on these parameters"
         return ""
+
+
+def _tolerance(
+    name: str, value: float | None, status: Status, kappa: float, dtype: torch.dtype
+) -> float | None:
+    """Relative error of a measure, from that of the gradients; a bound has none."""
+    if value is None or status != "ok":
+        return None
+    error = GRADIENT_ERROR * torch.finfo(dtype).eps
+    # A singular value of G is off by a part of the largest, and the eigenvalue is its square.
+    return 2 * error * (math.sqrt(kappa) if name in ("kappa", "lambda min") else 1)
 
 
 def _measured(spectrum: KernelSpectrum, trace: float) -> list[tuple[str, float | None, Status]]:
