@@ -52,4 +52,9 @@ def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 def _hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
+    return (
+        module._forward_hooks,
+        module._forward_hooks_always_called,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+    )

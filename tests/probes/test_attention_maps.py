@@ -11,6 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import wellposed as wp
 from reference.ops import logits, packed_qkv
+from untouched import assert_same, fingerprint
 from wellposed.anatomy import blocks
 from wellposed.anatomy.model import Block
 from wellposed.probes import attention_maps
@@ -68,14 +69,6 @@ def maps_of(found: list[Block], run: Callable[[], Any], images: int = 2) -> tupl
     return shown, result
 
 
-def fingerprint(model: nn.Module) -> list[object]:
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
-    return [
-        (name, type(module), module.training, *(len(getattr(module, hook)) for hook in hooks))
-        for name, module in model.named_modules()
-    ]
-
-
 def nothing_is_left() -> bool:
     return not _get_current_function_mode_stack() and torch.backends.mha.get_fastpath_enabled()
 
@@ -102,7 +95,7 @@ def test_the_result_and_the_model_stay_as_they_are(case: Case) -> None:
     expected, before = output(model, x), fingerprint(model)
     _, result = maps_of(blocks(model), lambda: output(model, x))
     assert torch.equal(result, expected)
-    assert fingerprint(model) == before
+    assert_same(before, fingerprint(model))
     assert nothing_is_left()
 
 
@@ -325,7 +318,7 @@ def test_after_an_error_everything_is_as_found(case: Case, error: type[BaseExcep
 
     with pytest.raises(error, match="in the middle"), watching_attention(blocks(model), fail, 2):
         output(model, x)
-    assert fingerprint(model) == before
+    assert_same(before, fingerprint(model))
     assert nothing_is_left()
     assert torch.equal(output(model, x), expected)
 

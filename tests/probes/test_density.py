@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import wellposed as wp
+from untouched import assert_same, fingerprint
 from wellposed.anatomy import Add, BlockRow, blocks
 from wellposed.anatomy.model import Block
 from wellposed.probes import density
@@ -138,20 +139,6 @@ def measure(model: nn.Module, x: Tensor, images: int = 16) -> list[Record]:
     return forward_passes(model, [x], lambda found: [DensityProbe(found, images)])
 
 
-def fingerprint(model: nn.Module) -> list[object]:
-    hooks = ("_forward_hooks", "_forward_pre_hooks")
-    return [
-        (
-            name,
-            type(module),
-            module.training,
-            list(module._modules),
-            *(len(getattr(module, h)) for h in hooks),
-        )
-        for name, module in model.named_modules()
-    ]
-
-
 def select(records: list[Record], measure: str, block: int, head: int | None = None) -> Record:
     (record,) = [r for r in records if (r.measure, r.block, r.head) == (measure, block, head)]
     return record
@@ -178,7 +165,7 @@ def test_records_are_means_of_the_attention(case: Case) -> None:
             model(x)
         model.train()
     records = measure(model, x)
-    assert fingerprint(model) == before
+    assert_same(before, fingerprint(model))
     assert torch.equal(torch.get_rng_state(), random)
     assert len({record.key for record in records}) == len(records)
     assert {record.block for record in records} == set(range(case.blocks))
@@ -295,7 +282,7 @@ def test_models_without_attention_are_refused(case: Case) -> None:
         attention_density(model, x)
     with pytest.raises(ValueError, match=f"{type(blocks(model)[0].module).__name__}: {reason}"):
         DensityProbe(blocks(model))
-    assert fingerprint(model) == before
+    assert_same(before, fingerprint(model))
 
 
 def test_one_key_is_not_measured() -> None:
@@ -345,16 +332,16 @@ def test_edited_models_are_measured(case: Case) -> None:
     records = attention_density(model, x)
     assert [record.key for record in records] == [record.key for record in plain]
     assert all(a.value != pytest.approx(b.value, rel=1e-4) for a, b in zip(records, plain, strict=True))
-    assert fingerprint(model) == before
+    assert_same(before, fingerprint(model))
 
 
 def test_after_an_error_the_model_is_as_found() -> None:
     case = BY_NAME["torchvision vit"]
-    model = case.model().train()
+    model, x = case.model().train(), torch.zeros(2, 3, 31, 31)
     before = fingerprint(model)
     with pytest.raises(Exception, match="32"):
-        forward_passes(model, [torch.randn(2, 3, 31, 31)], lambda found: [DensityProbe(found)])
-    assert fingerprint(model) == before
+        forward_passes(model, [x], lambda found: [DensityProbe(found)])
+    assert_same(before, fingerprint(model))
     assert torch.backends.mha.get_fastpath_enabled()
 
 
