@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import _get_current_function_mode_stack
 
+from attention_watch import Maps, maps_of, nothing_is_left
 from wellposed.anatomy import Add, BlockRow
 from wellposed.anatomy.model import Block
 from wellposed.probes.attention_maps import (
@@ -18,25 +18,9 @@ from wellposed.probes.attention_maps import (
     FROM_SCORES,
     FROM_SOFTMAX,
     FROM_WEIGHTS,
-    Source,
     attention_probabilities,
     watching_attention,
 )
-
-Maps = list[tuple[int, Tensor, Source]]
-
-
-def maps_of(found: list[Block], run: Callable[[], Any], images: int = 2) -> tuple[Maps, Any]:
-    """What the blocks show while ``run`` runs, and its result."""
-    shown: Maps = []
-    with watching_attention(found, lambda b, p: shown.append((b.index, p, watch.source)), images) as watch:
-        result = run()
-    return shown, result
-
-
-def nothing_is_left() -> bool:
-    return not _get_current_function_mode_stack() and torch.backends.mha.get_fastpath_enabled()
-
 
 # The product itself
 

@@ -1,15 +1,14 @@
 """Attention probabilities beside the fused kernels, against what each library computes without them."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
 
 import wellposed as wp
+from attention_watch import Maps, maps_of, nothing_is_left
 from reference.ops import logits, packed_qkv
 from untouched import assert_same, fingerprint
 from wellposed.anatomy import blocks
@@ -19,14 +18,11 @@ from wellposed.probes.attention_maps import (
     FROM_QK,
     FROM_SOFTMAX,
     FROM_WEIGHTS,
-    Source,
     no_attention,
     watching_attention,
 )
 from wellposed.probes.observe import observed
 from zoo import BY_NAME, CASES, Case, every_family, families, output
-
-Maps = list[tuple[int, Tensor, Source]]
 
 # (W, H, N, M) of each block
 WINDOWS = [(4, 2, 16, 16)] * 2 + [(1, 2, 16, 16)] * 2
@@ -59,18 +55,6 @@ def images_of(case: Case, count: int) -> Tensor:
 
 def image(case: Case, x: Tensor, index: int) -> Tensor:
     return x[:, [index]] if case.name == "torch encoder pre-norm" else x[[index]]
-
-
-def maps_of(found: list[Block], run: Callable[[], Any], images: int = 2) -> tuple[Maps, Any]:
-    """What the blocks show while ``run`` runs, and its result."""
-    shown: Maps = []
-    with watching_attention(found, lambda b, p: shown.append((b.index, p, watch.source)), images) as watch:
-        result = run()
-    return shown, result
-
-
-def nothing_is_left() -> bool:
-    return not _get_current_function_mode_stack() and torch.backends.mha.get_fastpath_enabled()
 
 
 # Every family

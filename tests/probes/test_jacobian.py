@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import wellposed as wp
+from wellposed.demo import build_model
 from wellposed.probes.jacobian import JacobianSpectrum, dense_jacobian, graying_sweep, jacobian_spectrum
 from wellposed.probes.subblock import sub_block
 from wellposed.records import from_dict, to_dict
@@ -262,29 +263,11 @@ def _flatness(spectrum: JacobianSpectrum) -> float:
     return spectrum.relative().mean().item()
 
 
-def digits_model() -> nn.Module:
-    torch.manual_seed(0)
-    model = timm.create_model(
-        "vit_tiny_patch16_224",
-        img_size=8,
-        patch_size=2,
-        in_chans=1,
-        num_classes=10,
-        embed_dim=48,
-        depth=2,
-        num_heads=3,
-    )
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-    return model
-
-
 @pytest.mark.parametrize("gray_method", ["svd", "dct"])
 @pytest.mark.parametrize("skip", [False, True])
 def test_graying_the_input_of_a_block_flattens_its_jacobian(gray_method: str, skip: bool) -> None:
     image = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(2)).cumsum(-1).cumsum(-2)
-    spectra = graying_sweep(digits_model(), image, gray_method=gray_method, where="blocks", skip=skip)
+    spectra = graying_sweep(build_model(0), image, gray_method=gray_method, where="blocks", skip=skip)
     assert list(spectra) == [1.0, 0.9, 0.7, 0.5]
     flatness = [_flatness(spectrum) for spectrum in spectra.values()]
     assert flatness == sorted(flatness)
