@@ -45,7 +45,7 @@ def test_against_numpy() -> None:
     kappa, spectrum = of(records, "kappa"), of(records, "spectrum")
     effective, stable = of(records, "effective rank"), of(records, "stable rank")
     expected = by_hand(model, x)
-    assert list(kappa) == list(dict.fromkeys(expected)) or set(kappa) == set(expected)
+    assert set(kappa) == set(expected)
     for place, tokens in expected.items():
         s = np.linalg.svd(tokens.double().numpy(), compute_uv=False)
         true = s[:, 0] / s[:, -1]
@@ -194,8 +194,8 @@ def test_autocast_counts() -> None:
         kappa = of(conditioning(model, x), "kappa")
     assert kappa[0, "attention.branch"].dtype == "bfloat16"
     full = of(conditioning(model, x), "kappa")[0, "attention.branch"]
-    if kappa[0, "attention.branch"].status == "ok":
-        assert kappa[0, "attention.branch"].value == pytest.approx(full.value, rel=0.2)
+    assert kappa[0, "attention.branch"].status == "ok"
+    assert kappa[0, "attention.branch"].value == pytest.approx(full.value, rel=0.05)
 
 
 def test_half_precision_model() -> None:

@@ -31,3 +31,8 @@ def full_float32() -> Iterator[None]:
     finally:
         for setting, value in zip(settings, before, strict=True):
             setting.fp32_precision = value
+
+
+def in_float64(x: Tensor) -> Tensor:
+    """X in float64, without its gradient; MPS knows none, its tensors go to the CPU."""
+    return (x.cpu() if x.device.type == "mps" else x).detach().double()

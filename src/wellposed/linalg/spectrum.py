@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wellposed.linalg.precision import without_autocast
+from wellposed.linalg.precision import in_float64, without_autocast
 
 KAPPA_LIMIT = 3e7
 """Condition numbers are told up to here. Float32 tokens hold no more, and beyond it the Gram matrix would
@@ -136,9 +136,8 @@ def _parts(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """X in float64 with no more rows than columns; MPS knows no float64, its tensors go to the CPU."""
-    x = x.cpu() if x.device.type == "mps" else x
-    x = x.detach().double()
+    """X in float64 with no more rows than columns."""
+    x = in_float64(x)
     return x if x.shape[-2] <= x.shape[-1] else x.mT
 
 

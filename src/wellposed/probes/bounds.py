@@ -52,7 +52,7 @@ from wellposed.linalg.bounds import (
     extremes,
     product_condition_number,
 )
-from wellposed.linalg.precision import without_autocast
+from wellposed.linalg.precision import in_float64, without_autocast
 from wellposed.linalg.spectrum import ConditionNumber, condition_number, estimator, tolerance
 from wellposed.probes.attention_maps import no_attention, watching_attention
 from wellposed.probes.conditioning import token_condition_number
@@ -65,7 +65,6 @@ from wellposed.probes.projections import (
     Map,
     attention_projections,
     depthwise_convolution,
-    exact,
     feed_forward,
     watching_inputs,
 )
@@ -197,9 +196,9 @@ class _BlockBounds:
         if not len(inputs):  # a second forward pass
             return
         with without_autocast(p):
-            v = self.attention.v(exact(inputs))
+            v = self.attention.v(in_float64(inputs))
             v = v.reshape(images, windows, v.shape[-2], heads, -1).transpose(2, 3)
-            self.heads.append(condition_number(exact(p) @ v))
+            self.heads.append(condition_number(in_float64(p) @ v))
 
     def records(self) -> Iterator[Record]:
         for layers, measures, make in (
@@ -259,7 +258,7 @@ class _BlockBounds:
     def _ffn_records(self) -> Iterator[Record]:
         layers = self.ffn
         assert isinstance(layers, FeedForward)
-        x = exact(self.inputs["ffn"])
+        x = in_float64(self.inputs["ffn"])
         tokens, first, last = extremes(x), extremes(layers.first.W), extremes(layers.last.W)
         bound = bound_ffn(first.kappa, last.kappa, tokens.kappa)
         norm = tokens.largest * first.largest * last.largest
@@ -270,7 +269,7 @@ class _BlockBounds:
     def _convolution_records(self) -> Iterator[Record]:
         layer = self.convolution
         assert isinstance(layer, nn.Conv2d)
-        kernels, image = exact(layer.weight), exact(self.inputs["convolution"])
+        kernels, image = in_float64(layer.weight), in_float64(self.inputs["convolution"])
         grid, dilation = (image.shape[-2], image.shape[-1]), (layer.dilation[0], layer.dilation[1])
         convolution, how = depthwise_extremes(kernels[:, 0], grid, dilation=dilation)
         tokens = extremes(image.flatten(2).mT)
@@ -283,7 +282,7 @@ class _BlockBounds:
 
     def _windows(self, letter: str) -> Tensor:
         """(B, W, N, D)."""
-        x = exact(self.inputs[letter])
+        x = in_float64(self.inputs[letter])
         return x.reshape(self.images, -1, *x.shape[-2:])
 
     def _unseen(self, measures: dict[str, tuple[str, str]]) -> str:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.model import Block
+from wellposed.linalg.precision import in_float64
 from wellposed.probes.observe import layout_of
 
 Input = Literal["q", "k", "v", "ffn", "convolution"]
@@ -279,13 +280,7 @@ def _unpacked(letters: str, weight: Tensor, bias: Tensor | None) -> dict[str, Ma
 
 
 def _map(weight: Tensor, bias: Tensor | None) -> Map:
-    return Map(exact(weight).mT, None if bias is None else exact(bias))
-
-
-def exact(x: Tensor) -> Tensor:
-    """In float64; MPS knows none, its tensors go to the CPU."""
-    x = x.detach()
-    return (x.cpu() if x.device.type == "mps" else x).double()
+    return Map(in_float64(weight).mT, None if bias is None else in_float64(bias))
 
 
 def _linear(module: nn.Module, path: str) -> nn.Linear | None:
