@@ -1,6 +1,12 @@
 """The command line."""
 
 import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +15,11 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+import wellposed.train.sweep
 from wellposed.cli import app
+from wellposed.errors import SeamError
 from wellposed.models import build
+from wellposed.train.recipe import Recipe
 
 MODEL = ["vit_tiny_patch16_224", "--image-size", "32"]
 
@@ -92,10 +101,10 @@ def test_no_images(tmp_path) -> None:
     assert "expected images in" in result.output
 
 
-def test_help_is_quick_and_names_the_commands() -> None:
+def test_help_names_the_commands() -> None:
     result = CliRunner().invoke(app, ["--help"])
-    assert "diagnose" in result.output
-    assert "demo" in result.output
+    for command in ("demo", "diagnose", "train", "sweep", "pack", "bench"):
+        assert f"│ {command} " in result.output
 
 
 def test_torchvision_and_transformers_names(folder, tmp_path) -> None:
@@ -117,3 +126,145 @@ def test_torchvision_and_transformers_names(folder, tmp_path) -> None:
         "tv:vit_b_32", "--image-size", "32", "--images", folder, "--blocks", "0", "--max-images", 1
     )
     assert result.exit_code == 0, result.output
+
+
+def invoke(*arguments: object, **options):
+    return CliRunner().invoke(app, list(map(str, arguments)), **options)
+
+
+def test_what_needs_no_torch_does_not_load_it() -> None:
+    code = """
+import sys
+from wellposed.cli import app
+for arguments in (["--help"], ["train", "--help"], ["sweep", "--help"], ["train", "--dry-run"]):
+    try:
+        app(arguments)
+    except SystemExit as ended:
+        assert not ended.code
+import wellposed.train.sweep
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_it_is_a_module_too_and_quick() -> None:
+    began = time.monotonic()
+    command = [sys.executable, "-m", "wellposed", "train", "--epochs", "none", "--dry-run"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert time.monotonic() - began < 2
+    assert ended.returncode == 1
+    assert ended.stderr == "error: epochs must be a whole number, got 'none'.\n"
+
+
+@pytest.fixture
+def fit(monkeypatch):
+    """Stands for wellposed.train.fit: notes the call, and ends as its ``ends`` says."""
+
+    def fake(recipe, *, out, overwrite):
+        fake.called = (recipe, out, overwrite)
+        if isinstance(fake.ends, Exception):
+            raise fake.ends
+        return SimpleNamespace(status=fake.ends)
+
+    fake.ends = "finished"
+    monkeypatch.setitem(vars(wellposed.train), "fit", fake)
+    return fake
+
+
+@pytest.mark.parametrize(("status", "code"), [("finished", 0), ("terminated", 143), ("nonfinite", 3)])
+def test_train_ends_with_the_code_of_its_status(fit, status, code) -> None:
+    fit.ends = status
+    assert invoke("train").exit_code == code
+
+
+def test_train_passes_the_recipe_on(fit, tmp_path) -> None:
+    (tmp_path / "mine.toml").write_text("epochs = 3\nlr = 0.5\n")
+    result = invoke("train", tmp_path / "mine.toml", "--lr", 0.25, "--out", tmp_path / "run", "--overwrite")
+    assert result.exit_code == 0, result.output
+    assert fit.called == (Recipe(epochs=3, lr=0.25), tmp_path / "run", True)
+    invoke("train")
+    assert fit.called == (Recipe(), None, False)
+
+
+@pytest.mark.parametrize("error", [SeamError("of ours"), ValueError("of ours"), OSError("of ours")])
+def test_an_error_for_the_user_is_one_message(fit, error) -> None:
+    fit.ends = error
+    result = invoke("train")
+    assert result.exit_code == 1
+    assert result.output == "error: of ours\n"
+
+
+def test_an_error_of_the_program_is_not_hidden(fit) -> None:
+    fit.ends = RuntimeError("CUDA error")
+    assert isinstance(invoke("train").exception, RuntimeError)
+
+
+def test_sweep_passes_its_options_on(monkeypatch, tmp_path) -> None:
+    called = {}
+
+    def fake(recipes, **options):
+        called.update(options, recipes=recipes)
+        return SimpleNamespace(exit_code=143)
+
+    monkeypatch.setattr(wellposed.train.sweep, "run", fake)
+    arguments = ("a.toml", "more", "--jobs", 3, "--seeds", "0-2,7", "--out", tmp_path)
+    result = invoke("sweep", *arguments, "--set", "data=cifar10:DIR", "--set", "epochs=2")
+    assert result.exit_code == 143
+    assert called == {
+        "recipes": [Path("a.toml"), Path("more")],
+        "jobs": 3,
+        "seeds": [0, 1, 2, 7],
+        "out": tmp_path,
+        "changes": {"data": "cifar10:DIR", "epochs": 2},
+    }
+    result = invoke("sweep", "a.toml", "--seeds", "one")
+    assert result.exit_code == 1
+    assert "seeds must be indices" in result.output
+    assert invoke("sweep").exit_code == 2
+
+
+def test_a_sweep_without_recipes_is_told(tmp_path) -> None:
+    result = invoke("sweep", tmp_path, "--out", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "expected recipes in" in result.output
+
+
+def test_pack(folder, tmp_path) -> None:
+    for label in ("cat", "dog"):
+        (tmp_path / "set" / label).mkdir(parents=True)
+        for index in range(3):
+            shutil.copy(folder / f"{index}.png", tmp_path / "set" / label / f"{index}.png")
+    out = tmp_path / "set.npz"
+    result = invoke("pack", tmp_path / "set", "-o", out, "--holdout", 0.34)
+    assert result.exit_code == 0, result.output
+    assert "4 training and 2 test images of 2 classes written to" in result.output
+    assert out.exists()
+    shutil.copy(folder / "broken.jpg", tmp_path / "set" / "cat")
+    result = invoke("pack", tmp_path / "set", "-o", out)
+    assert result.exit_code == 1
+    assert "broken.jpg" in result.output
+    result = invoke("pack", tmp_path / "set", "-o", out, "--skip-unreadable")
+    assert result.exit_code == 0
+    assert "broken.jpg" in result.output
+
+
+def test_bench_train(monkeypatch, tmp_path) -> None:
+    def fake(recipe, *, updates):
+        fake.called = (recipe, updates)
+        return SimpleNamespace(table=lambda: "the table", to_mapping=lambda: {"ratio": 1.5})
+
+    monkeypatch.setitem(sys.modules, "wellposed.train.bench", SimpleNamespace(run=fake))
+    arguments = ("--model", "vit_tiny_patch16_224", "--image-size", 32, "--patch-size", 4, "--no-compile")
+    result = invoke("bench", "train", *arguments, "--json", tmp_path / "bench.json")
+    assert result.output == "the table\n"
+    expected = Recipe(model="vit_tiny_patch16_224", image_size=32, patch_size=4, compile=False)
+    assert fake.called == (expected, 50)
+    assert json.loads((tmp_path / "bench.json").read_text()) == {"ratio": 1.5}
+    assert invoke("bench", "train", "--epochs", 3).exit_code == 2
+
+
+def test_help_tells_the_defaults() -> None:
+    text = invoke("diagnose", "--help", env={"COLUMNS": "200"}).output
+    assert "Indices such as 0,3,11 or 0-5. [default: all]" in text
+    text = invoke("sweep", "--help", env={"COLUMNS": "200"}).output
+    assert "[default: 6 on a GPU, else 1]" in text

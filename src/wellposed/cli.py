@@ -1,11 +1,16 @@
 """The command line: one command, one call. Heavy imports wait until a command needs them."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from wellposed.text import indices
+from wellposed.train import options
+from wellposed.train.recipe_file import combine, read_recipe, recipe_text
 
 app = typer.Typer(
     help="Measure how ill-conditioned a vision transformer is, and mend it.",
@@ -35,17 +40,19 @@ def diagnose(
         str | None,
         typer.Option(
             help="conditioning, density, bounds, jacobian, ntk, some of them with commas, or all. "
-            "[default: the first two]"
+            r"\[default: the first two]"
         ),
     ] = None,
-    blocks: Annotated[str | None, typer.Option(help="Indices such as 0,3,11 or 0-5. [default: all]")] = None,
-    max_images: Annotated[int | None, typer.Option(min=1, help="[default: 32]")] = None,
+    blocks: Annotated[
+        str | None, typer.Option(help=r"Indices such as 0,3,11 or 0-5. \[default: all]")
+    ] = None,
+    max_images: Annotated[int | None, typer.Option(min=1, help=r"\[default: 32]")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
     image_size: Annotated[
         int | None, typer.Option(min=1, help="Side of the model's images, if not its own.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, ... [default: a GPU if there is one]")
+        str | None, typer.Option(help=r"cpu, cuda, ... \[default: a GPU if there is one]")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for diagnosis.csv, .json and .html.")] = None,
     seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
@@ -65,7 +72,7 @@ def diagnose(
             built,
             images,
             what=measures,
-            blocks=_indices(blocks),
+            blocks=None if blocks is None else indices(blocks),
             max_images=max_images,
             batch_size=batch_size,
         )
@@ -77,21 +84,132 @@ def diagnose(
             typer.echo(f"\nwritten to {out}: diagnosis.csv, diagnosis.json, diagnosis.html")
 
 
+@app.command()
+@options.recipe_options()
+def train(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RECIPE]", help="A .toml or .yaml file; the options go over what it says."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run; one that holds an interrupted run goes on.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete what is in --out first.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the whole recipe as TOML and train nothing.")
+    ] = False,
+    *,
+    flags: dict[str, Any],
+) -> None:
+    """Train a model, with or without edits. Without any option: a small ViT on handwritten digits.
+
+    Exit code: 0 finished, 143 stopped by SIGTERM (run again to go on), 3 not finite, 1 error.
+    """
+    with _plain_errors():
+        made = combine({} if recipe is None else read_recipe(recipe), options.values(flags))
+        if dry_run:
+            typer.echo(recipe_text(made), nl=False)
+            return
+        from wellposed.train import fit
+
+        result = fit(made, out=out, overwrite=overwrite)
+    raise typer.Exit(_EXIT_CODES[result.status])
+
+
+_EXIT_CODES = {"finished": 0, "nonfinite": 3, "terminated": 143}
+
+
+@app.command()
+def sweep(
+    recipes: Annotated[list[Path], typer.Argument(help="Recipes, or folders of them.")],
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help=r"Runs beside each other. \[default: 6 on a GPU, else 1]")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder with a folder for each run.")] = Path("runs/sweep"),
+    seeds: Annotated[
+        str | None, typer.Option(help="Each recipe with each of these, such as 0,1,2 or 0-4.")
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="For all recipes, such as data=cifar10:DIR."),
+    ] = None,
+) -> None:
+    """Train several recipes beside each other, and compare them.
+
+    Run again, it goes on where it stopped.
+    Exit code: 0 all finished, 1 one failed, 130 or 143 stopped by SIGINT or SIGTERM.
+    """
+    with _plain_errors():
+        from wellposed.train.sweep import run
+
+        outcome = run(
+            recipes,
+            out=out,
+            jobs=jobs,
+            seeds=None if seeds is None else indices(seeds, "seeds"),
+            changes=options.assignments(change or ()),
+        )
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def pack(
+    source: Annotated[str, typer.Argument(help="Data as for train: a folder, cifar10:DIR, hf:NAME, ...")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The .npz file to write.")],
+    skip_unreadable: Annotated[
+        bool, typer.Option("--skip-unreadable", help="Leave out images that cannot be read.")
+    ] = False,
+    holdout: Annotated[
+        float, typer.Option(help="Share of the images to test on, where the set has no test split.")
+    ] = 0.1,
+    seed: Annotated[int, typer.Option(min=0, help="Of that split.")] = 0,
+    quality: Annotated[
+        int | None,
+        typer.Option(help=r"Of JPEG, for images that are no JPEG or PNG files. \[default: lossless]"),
+    ] = None,
+) -> None:
+    """Decode a set of images into one file, for --data packed:FILE.npz."""
+    with _plain_errors():
+        from wellposed.train.data import pack as pack_images
+
+        data = pack_images(
+            source, out, quality=quality, holdout=holdout, seed=seed, skip_unreadable=skip_unreadable
+        )
+        for note in data.notes:
+            typer.echo(note)
+        counts = f"{len(data.train)} training and {len(data.test)} test images of {len(data.classes)} classes"
+        typer.echo(f"{counts} written to {out}; train with --data packed:{out}")
+
+
+bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+_BENCH_FIELDS = ("model", "image_size", "patch_size", "batch_size", "precision", "compile", "device")
+
+
+@bench.command("train")
+@options.recipe_options(_BENCH_FIELDS)
+def bench_train(
+    updates: Annotated[int, typer.Option(min=1, help="Updates in one round.")] = 50,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers here too.")
+    ] = None,
+    *,
+    flags: dict[str, Any],
+) -> None:
+    """Images per second of training, and the ratio to a bare timm step."""
+    with _plain_errors():
+        made = combine({}, options.values(flags))
+        from wellposed.train.bench import run
+
+        result = run(made, updates=updates)
+        typer.echo(result.table())
+        if json_file is not None:
+            json_file.write_text(json.dumps(result.to_mapping(), indent=1) + "\n", encoding="utf-8")
+
+
 def _size_option(model: str) -> str:
     return "img_size" if ":" not in model else "image_size"
-
-
-def _indices(text: str | None) -> list[int] | None:
-    """Block indices of a text such as 0,3,8-11."""
-    if text is None:
-        return None
-    indices: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise ValueError(f"blocks must be indices such as 0,3,11 or 0-5, got {text!r}.")
-        indices += range(int(first), int(last or first) + 1)
-    return indices
 
 
 @contextmanager
@@ -99,6 +217,14 @@ def _plain_errors() -> Iterator[None]:
     """A mistake of the user's is one message, not a traceback."""
     try:
         yield
-    except (ValueError, TypeError, IndexError, OSError, ImportError) as error:
+    except Exception as error:
+        if not _for_the_user(error):
+            raise
         typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
         raise typer.Exit(1) from error
+
+
+def _for_the_user(error: Exception) -> bool:
+    """Errors of wrong input, and all classes of our own, whose messages say what to do."""
+    ours = type(error).__module__.partition(".")[0] == "wellposed"
+    return ours or isinstance(error, (ValueError, TypeError, IndexError, OSError, ImportError))

@@ -1,5 +1,6 @@
-"""Plain-text tables."""
+"""Plain text: tables, and block indices as people write them."""
 
+import re
 from collections.abc import Sequence
 
 
@@ -17,3 +18,19 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
         "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def indices(text: str, name: str = "blocks") -> list[int]:
+    """Indices of a text such as 0,3,8-11; ``name`` is what an error calls it.
+
+    >>> indices("0,3,8-11")
+    [0, 3, 8, 9, 10, 11]
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if last < first:
+            raise ValueError(f"{name} must be indices such as 0,3,11 or 0-5, got {text!r}.")
+        found += range(first, last + 1)
+    return found

@@ -1,0 +1,57 @@
+"""What batches need of a recipe and its data, told before any image is read."""
+
+from collections.abc import Sequence
+
+from wellposed.train.data.split import ImageData
+from wellposed.train.recipe import Recipe
+
+
+def check_share(recipe: Recipe, rank: int, world: int) -> None:
+    """An update must divide evenly among processes and passes."""
+    if not 0 <= rank < world:
+        raise ValueError(f"rank must be in [0, world), got rank={rank} and world={world}.")
+    slots = world * recipe.accumulate
+    size, rest = divmod(recipe.batch_size, slots)
+    words = f"{world} processes x accumulate={recipe.accumulate}"
+    if rest or not size:
+        raise ValueError(
+            f"batch_size must be a multiple of {words} = {slots}, got {recipe.batch_size}; use "
+            f"{max(size, 1) * slots} or {(size + 1) * slots}."
+        )
+    if (recipe.mixup or recipe.cutmix) and size % 2:
+        raise ValueError(
+            f"mixup and cutmix pair the images of a pass, so it needs an even number, got batch_size="
+            f"{recipe.batch_size} over {words} = {size} in a pass; use batch_size={(size + 1) * slots}."
+        )
+
+
+def check_batch_size(recipe: Recipe, images: int) -> None:
+    """An epoch has at least one update."""
+    if recipe.batch_size > images:
+        raise ValueError(
+            f"batch_size must be at most the number of training images, {images}, got {recipe.batch_size}; "
+            "lower batch_size."
+        )
+
+
+def check_images(
+    recipe: Recipe, data: ImageData, size: int, mean: Sequence[float], std: Sequence[float]
+) -> None:
+    """The images, their normalisation, and augmentation that would do nothing."""
+    if not len(data.test):
+        raise ValueError(f"expected test images in {data.name}, got none; add some, or raise holdout.")
+    if len(mean) != data.channels or len(std) != data.channels or min(std) <= 0:
+        raise ValueError(
+            f"mean and std must have {data.channels} values each, as {data.name} has channels, those of std "
+            f"positive, got mean={tuple(mean)} and std={tuple(std)}."
+        )
+    if recipe.crop_padding is not None and recipe.crop_padding >= size:
+        raise ValueError(
+            f"crop_padding must be less than the image's side of {size} pixels, got {recipe.crop_padding}; "
+            "an eighth of the side is usual."
+        )
+    if recipe.auto_augment is not None and recipe.color_jitter and "3a" not in recipe.auto_augment:
+        raise ValueError(
+            f"timm leaves color_jitter out beside auto_augment={recipe.auto_augment}, got color_jitter="
+            f"{recipe.color_jitter}; leave one of them out."
+        )

@@ -1,0 +1,146 @@
+"""A folder of images, one folder a class.
+
+Either ``DIR/train/CLASS/*.jpg`` with ``DIR/val``, ``DIR/validation`` or ``DIR/test`` beside it, or
+``DIR/CLASS/*.jpg``, of which a share is held out. Classes are sorted by name. Images may lie deeper inside of
+a class; hidden files are not looked at; links are followed.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from wellposed.probes.image_sources import SUFFIXES
+from wellposed.train.data.compact import Indices, Slices
+from wellposed.train.data.images import EncodedImages
+from wellposed.train.data.split import Contents, Part
+from wellposed.train.data.split_names import WORDS, train_and_test
+
+
+class FileImages(EncodedImages):
+    """Files below a folder."""
+
+    def __init__(self, root: Path, paths: Slices) -> None:
+        self._root, self._paths = os.fspath(root), paths
+
+    def __len__(self) -> int:
+        return len(self._paths.starts)
+
+    def name(self, index: int) -> str:
+        return os.path.join(self._root, self._paths.text(index))
+
+    def select(self, indices: Indices) -> "FileImages":
+        return FileImages(Path(self._root), self._paths.select(indices))
+
+    def file(self, index: int) -> str:
+        return self.name(index)
+
+    def content(self, index: int) -> bytes:
+        return Path(self.name(index)).read_bytes()
+
+
+class _Listing(NamedTuple):
+    """The images of each class, as paths from the root; and how many files are none, by suffix."""
+
+    root: Path
+    images: dict[str, list[str]]
+    others: Counter[str]
+
+    def part(self, classes: tuple[str, ...]) -> Part:
+        paths = [path for name in classes for path in self.images.get(name, [])]
+        labels = [label for label, name in enumerate(classes) for _ in self.images.get(name, [])]
+        return Part(FileImages(self.root, Slices.of_texts(paths)), np.array(labels, np.int64))
+
+
+def image_folder(folder: Path) -> Contents:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"expected a folder of images, there is no folder {folder}.")
+    inner = _folders(folder)
+    splits = {name.lower(): folder / name for name in inner if name.lower() in WORDS}
+    # A class may be called train too; it then has no folders of classes inside.
+    has_train = any(WORDS[name] == "train" and _folders(path) for name, path in splits.items())
+    if splits and (has_train or len(splits) == len(inner)):
+        train_root, test_root, notes = train_and_test(splits, str(folder))
+    else:
+        train_root, test_root, notes = folder, None, ()
+
+    train = _listing(train_root)
+    classes = tuple(train.images)
+    for name, paths in train.images.items():
+        if not paths:
+            raise ValueError(
+                f"class {name!r} has no images in {train_root / name} (expected {', '.join(SUFFIXES)}); add "
+                "some or remove the folder."
+            )
+    listings = [train]
+    if test_root is not None:
+        test = _listing(test_root)
+        foreign = [name for name in test.images if name not in train.images]
+        if foreign:
+            raise ValueError(
+                f"{test_root} has classes that {train_root} lacks: {_few(foreign)}; the folders of the two "
+                "must have the same names."
+            )
+        listings.append(test)
+    others = sum((listing.others for listing in listings), Counter[str]())
+    if others:
+        endings = ", ".join(suffix or "no ending" for suffix, _ in others.most_common(5))
+        notes += (f"{others.total()} files that are not images of a class were left out ({endings}).",)
+    return Contents(
+        classes,
+        train=train.part(classes),
+        test=test.part(classes) if test_root is not None else None,
+        notes=notes,
+    )
+
+
+def _listing(root: Path) -> _Listing:
+    names = _folders(root)
+    if not names:
+        raise ValueError(f"expected one folder a class in {root}, such as {root / 'cat'}, found no folders.")
+    images: dict[str, list[str]] = {}
+    others: Counter[str] = Counter(
+        Path(entry.name).suffix
+        for entry in os.scandir(root)
+        if not entry.name.startswith(".") and not entry.is_dir()
+    )
+    for name in names:
+        images[name] = []
+        for path in _files(root / name, os.path.join(name, ""), set()):
+            suffix = os.path.splitext(path)[1].lower()
+            if suffix in SUFFIXES:
+                images[name].append(path)
+            else:
+                others[suffix] += 1
+        images[name].sort()
+    return _Listing(root, images, others)
+
+
+def _folders(root: Path) -> list[str]:
+    return sorted(
+        entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")
+    )
+
+
+def _files(folder: Path, prefix: str, above: set[tuple[int, int]]) -> Iterator[str]:
+    """All files below; one that a dead link stands for too, to be named as unreadable later."""
+    status = folder.stat()
+    here = (status.st_dev, status.st_ino)
+    if here in above:  # a link to a folder that it lies in
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                yield from _files(Path(entry.path), f"{prefix}{entry.name}{os.sep}", above | {here})
+            else:
+                yield prefix + entry.name
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(repr, names[:5])) + more

@@ -1,0 +1,56 @@
+"""The calls of wellposed that put a recipe's edits into a model, as Python text.
+
+>>> from wellposed.train.recipe import Recipe
+>>> edit_calls(Recipe(remove_skips="ffn", skip_blocks="0,2-3"), [])
+['wp.remove_skips(model, "ffn", blocks=[0, 2, 3])']
+"""
+
+import re
+from collections.abc import Sequence
+
+from wellposed.surgery.gray import KIND as GRAY
+from wellposed.surgery.record import Edit
+from wellposed.text import indices
+from wellposed.train.recipe import Recipe
+
+
+def edit_calls(recipe: Recipe, edits: Sequence[Edit]) -> list[str]:
+    """One line of Python a call, for a model called ``model``.
+
+    The power of the graying is that of the edits, since it may have changed during training.
+    """
+    calls = _gray_calls(recipe, [edit for edit in edits if edit.kind == GRAY]) if recipe.graying else []
+    if recipe.broadcast is not None:
+        scaled = ", scaled=True" if recipe.broadcast == "cb_s" else ""
+        blocks = _blocks(recipe.broadcast_blocks)
+        calls.append(f'wp.broadcast_context(model, "{recipe.broadcast_where}"{scaled}{blocks})')
+    if recipe.remove_skips is not None:
+        calls.append(f'wp.remove_skips(model, "{recipe.remove_skips}"{_blocks(recipe.skip_blocks)})')
+    return calls
+
+
+def _gray_calls(recipe: Recipe, edits: Sequence[Edit]) -> list[str]:
+    of_eps: dict[float, list[int]] = {}
+    for edit in edits:
+        of_eps.setdefault(_eps(edit), []).extend([] if edit.block is None else [edit.block])
+    if not of_eps:
+        raise ValueError(f"the recipe has graying={recipe.graying}, but the model's edits have none.")
+    blocks = _blocks(recipe.gray_blocks)
+    calls = []
+    for eps, of_this_eps in of_eps.items():
+        if len(of_eps) > 1:
+            blocks = f", blocks={of_this_eps}"
+        calls.append(f'wp.gray_tokens(model, {eps}, "{recipe.graying}", where="{recipe.gray_where}"{blocks})')
+    return calls
+
+
+def _eps(edit: Edit) -> float:
+    """From the text of the module, which is TokenGraying(eps=0.7, method='svd')."""
+    found = re.search(r"eps=([0-9.e-]+)", edit.detail)
+    if found is None:
+        raise ValueError(f"expected the eps of a graying in {edit.detail!r}.")
+    return float(found[1])
+
+
+def _blocks(text: str | None) -> str:
+    return "" if text is None else f", blocks={indices(text)}"

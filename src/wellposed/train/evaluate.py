@@ -1,0 +1,49 @@
+"""The test set through the model, on one or many processes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from wellposed.train.agree import total
+from wellposed.train.batches import EvalBatches
+from wellposed.train.tasks import Task
+
+
+@dataclass(frozen=True)
+class Tested:
+    """Means over the test images; no accuracy where nothing is classified."""
+
+    loss: float
+    accuracy: float | None
+    images: int
+
+
+def evaluate(
+    forward: Callable[..., Any],
+    module: nn.Module,
+    task: Task,
+    batches: EvalBatches,
+    device: torch.device,
+    *,
+    rank: int = 0,
+    world: int = 1,
+) -> Tested:
+    """Test a module; it is left in evaluation mode. ``forward`` is the module or its compiled form."""
+    module.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    has_classes = True
+    with torch.no_grad():
+        for number, batch in enumerate(batches):
+            first = (number * world + rank) * len(batch.images)
+            scores = task.scores(forward(*task.eval_inputs(batch, first)), batch)
+            has_classes = scores.correct is not None
+            correct = scores.correct if scores.correct is not None else torch.zeros_like(scores.loss)
+            sums += torch.stack(
+                [(batch.weights * value).sum().double() for value in (scores.loss, correct)]
+                + [batch.weights.sum().double()]
+            )
+    loss, right, images = total(sums).tolist()
+    return Tested(loss / images, right / images if has_classes else None, int(images))

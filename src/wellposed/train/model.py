@@ -1,0 +1,125 @@
+"""The model of a recipe: built by timm, initialised, loaded, edited."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import wellposed.surgery as surgery
+from wellposed import anatomy
+from wellposed.models import build
+from wellposed.surgery import Edits
+from wellposed.text import indices
+from wellposed.train.recipe import Recipe
+from wellposed.train.start import start_from
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model with what plain timm needs to build it again."""
+
+    model: nn.Module
+    options: dict[str, Any]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    edits: Edits
+    notes: list[str] = field(default_factory=list)
+
+
+def build_model(recipe: Recipe, classes: int, channels: int) -> Built:
+    """The model of a resolved recipe, on the CPU; equal recipes give equal weights."""
+    options: dict[str, Any] = {"num_classes": classes, "in_chans": channels}
+    if recipe.drop_path:
+        options["drop_path_rate"] = recipe.drop_path
+    options |= recipe.model_options
+    model, options = _build(recipe, options)
+    if recipe.init == "xavier":
+        _xavier(model, recipe.seed)
+    edits = apply_edits(model, recipe)
+    notes = [] if recipe.start_from is None else start_from(model, recipe.start_from)
+    mean, std = _statistics(model, channels)
+    return Built(model, options, mean, std, edits, notes)
+
+
+def _build(recipe: Recipe, options: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """The model as timm makes it; one that takes images of any size has no option for it."""
+    wanted: dict[str, Any] = {} if recipe.patch_size is None else {"patch_size": recipe.patch_size}
+    sized = wanted | {"img_size": recipe.image_size}
+    try:
+        return build(recipe.model, seed=recipe.seed, **sized, **options), sized | options
+    except TypeError as error:
+        if "img_size" not in str(error):
+            raise _refused(recipe, error) from error
+    try:
+        return build(recipe.model, seed=recipe.seed, **wanted, **options), wanted | options
+    except TypeError as error:
+        raise _refused(recipe, error) from error
+
+
+def _refused(recipe: Recipe, error: TypeError) -> TypeError:
+    return TypeError(
+        f"timm's {recipe.model} does not take the options of the recipe: {error}. Leave it out of "
+        "patch_size, drop_path or model_options."
+    )
+
+
+def _xavier(model: nn.Module, seed: int) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+
+
+def apply_edits(model: nn.Module, recipe: Recipe) -> Edits:
+    """Put the recipe's edits into the model."""
+    if recipe.graying is not None:
+        for eps, blocks in _gray_plan(model, recipe):
+            surgery.gray_tokens(model, eps, recipe.graying, recipe.gray_where, blocks=blocks)
+    if recipe.broadcast is not None:
+        surgery.broadcast_context(
+            model,
+            recipe.broadcast_where,
+            scaled=recipe.broadcast == "cb_s",
+            init="cb" if recipe.start_from is None else _scale_init(recipe),
+            blocks=_chosen(recipe.broadcast_blocks),
+        )
+    if recipe.remove_skips is not None:
+        surgery.remove_skips(model, recipe.remove_skips, blocks=_chosen(recipe.skip_blocks))
+    return surgery.edits(model)
+
+
+def _chosen(text: str | None) -> list[int] | None:
+    """Block indices; None, as in the edits, is every block that can take the edit."""
+    return None if text is None else indices(text)
+
+
+def _scale_init(recipe: Recipe) -> Any:
+    """Scales that go into a trained model start as if they were not there."""
+    return "identity" if recipe.broadcast == "cb_s" else "cb"
+
+
+def _gray_plan(model: nn.Module, recipe: Recipe) -> list[tuple[float | None, Any]]:
+    if recipe.eps_per_block is None:
+        return [(recipe.eps, _chosen(recipe.gray_blocks))]
+    blocks = _chosen(recipe.gray_blocks)
+    if blocks is None:
+        blocks = list(range(len(anatomy.blocks(model))))
+    if len(blocks) != len(recipe.eps_per_block):
+        raise ValueError(
+            f"eps_per_block must have one value for each of the {len(blocks)} blocks that are grayed, "
+            f"got {len(recipe.eps_per_block)}; gray_blocks= names fewer blocks."
+        )
+    return list(zip(recipe.eps_per_block, blocks, strict=True))
+
+
+def _statistics(model: nn.Module, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of the pixels that the model's library expects."""
+    config: Any = getattr(model, "pretrained_cfg", None) or {}
+    mean = tuple(config.get("mean", (0.5, 0.5, 0.5)))
+    std = tuple(config.get("std", (0.5, 0.5, 0.5)))
+    if len(mean) != channels:
+        mean = (sum(mean) / len(mean),) * channels
+        std = (sum(std) / len(std),) * channels
+    return mean, std

@@ -1,0 +1,197 @@
+"""The README.md beside trained weights: what they are, how good, how to load them, how to make them again."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from wellposed.surgery.record import Edit, Edits
+from wellposed.train.edit_calls import edit_calls
+from wellposed.train.recipe import Recipe
+
+_ALWAYS = ("data", "model", "epochs", "batch_size", "optimizer", "lr", "weight_decay", "schedule", "seed")
+_MOST_CLASSES = 30
+FIRST_LOCAL_DIR = "1.0.26"
+"""The timm that loads safetensors from a folder; older ones take every file there for a pickle, and fail."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What there is to say; see :func:`wellposed.train.export.export_weights`."""
+
+    recipe: Recipe
+    model_kwargs: dict[str, Any]
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    image_size: int
+    accuracy: float | None
+    update: int
+    edits: tuple[Edit, ...]
+    environment: Mapping[str, Any]
+    train_images: int | None = None
+    test_images: int | None = None
+    note: str = ""
+
+    @property
+    def num_classes(self) -> int:
+        return int(self.model_kwargs.get("num_classes", len(self.classes)))
+
+
+def model_card(exported: Exported) -> str:
+    """Markdown with the front matter that hubs read. Its Python blocks run in the folder, in their order."""
+    parts = [
+        _front_matter(exported),
+        f"# {exported.recipe.model} on {exported.recipe.data}",
+        _what(exported),
+        _result(exported),
+        *_load(exported),
+        "## Images",
+        _images(exported),
+        f"```python\n{_prediction(exported)}\n```",
+        *_classes(exported),
+        "## Recipe",
+        _recipe_table(exported.recipe),
+        "`recipe.toml` has every field. This trains it again:",
+        "```bash\nwellposed train recipe.toml --out again\n```",
+        _environment(exported.environment),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _front_matter(exported: Exported) -> str:
+    task = "image-classification" if exported.classes else "image-feature-extraction"
+    return f"---\nlibrary_name: timm\npipeline_tag: {task}\ntags:\n- {task}\n- timm\n- wellposed\n---"
+
+
+def _what(exported: Exported) -> str:
+    recipe = exported.recipe
+    count = "" if exported.train_images is None else f" ({exported.train_images:,} training images)"
+    trained = "pre-trained without labels (MAE)" if recipe.task == "mae" else "trained"
+    edited = ", with edits that timm does not have" if exported.edits else ""
+    return (
+        f"timm's `{recipe.model}`{edited}, {trained} by wellposed on `{recipe.data}`{count} for "
+        f"{recipe.epochs} epochs. These are the weights after update {exported.update:,}."
+        + (f" {exported.note}" if exported.note else "")
+    )
+
+
+def _result(exported: Exported) -> str:
+    if exported.accuracy is None:
+        return "There is no test accuracy for these weights."
+    count = "the test images" if exported.test_images is None else f"{exported.test_images:,} test images"
+    return (
+        f"**Test accuracy: {100 * exported.accuracy:.2f}%** on {count}. This is one run (seed "
+        f"{exported.recipe.seed}); how much the accuracy changes from seed to seed was not measured."
+    )
+
+
+def _load(exported: Exported) -> list[str]:
+    built = f"timm.create_model({_arguments(exported)})"
+    if not exported.edits:
+        return [
+            "## Load with timm",
+            "In this folder:",
+            "```python\nimport timm\nfrom safetensors.torch import load_file\n\n"
+            f'model = {built}.eval()\nmodel.load_state_dict(load_file("model.safetensors"))\n```',
+            f'From timm {FIRST_LOCAL_DIR} on the folder is enough, `"local-dir:PATH"` from elsewhere:',
+            '```python\nimport timm\n\nmodel = timm.create_model("local-dir:.", pretrained=True).eval()\n```',
+        ]
+    calls = "\n".join(edit_calls(exported.recipe, exported.edits))
+    return [
+        "## Edits",
+        "The model was trained with these edits. They change what it computes, so the accuracy above holds "
+        "only with them.",
+        f"```\n{Edits(exported.edits)}\n```",
+        "## Load with timm and wellposed",
+        "In this folder: timm makes the model, wellposed edits it, then the weights go in.",
+        "```python\nimport timm\nimport wellposed as wp\nfrom safetensors.torch import load_file\n\n"
+        f'model = {built}\n{calls}\nmodel.load_state_dict(load_file("model.safetensors"))\nmodel.eval()\n```',
+        _without_wellposed(exported),
+    ]
+
+
+def _without_wellposed(exported: Exported) -> str:
+    text = "timm alone builds the model without the edits, which is another function with the same weights. "
+    if exported.recipe.broadcast == "cb_s":
+        return text + (
+            "CB_S also has learned scales, which timm has no place for: `load_state_dict(..., strict=False)` "
+            "leaves them out, and `timm.create_model(..., pretrained=True)` refuses the file."
+        )
+    return (
+        text
+        + '`timm.create_model("local-dir:.", pretrained=True)` does that, for a start of fine-tuning say.'
+    )
+
+
+def _arguments(exported: Exported) -> str:
+    values = {"num_classes": exported.num_classes, **exported.model_kwargs}
+    architecture = exported.recipe.model.partition(".")[0]
+    keywords = [f"{name}={value!r}" for name, value in values.items() if name.isidentifier()]
+    return ", ".join([f'"{architecture}"', *keywords])
+
+
+def _images(exported: Exported) -> str:
+    size, channels = exported.image_size, len(exported.mean)
+    kind = {1: "Grey images", 3: "RGB images"}.get(channels, f"Images of {channels} channels")
+    mean, std = (", ".join(f"{value:.6g}" for value in values) for values in (exported.mean, exported.std))
+    return (
+        f"{kind} of {size} x {size} pixels: the shorter side is resized to {size} (bicubic), the centre is "
+        f"cut out. Values from 0 to 1, minus the mean ({mean}), divided by the standard deviation ({std})."
+    )
+
+
+def _prediction(exported: Exported) -> str:
+    mode = "L" if len(exported.mean) == 1 else "RGB"
+    config = ["from PIL import Image", "from timm.data import create_transform", ""]
+    transform = [
+        "transform = create_transform(",
+        f"    input_size=({len(exported.mean)}, {exported.image_size}, {exported.image_size}),",
+        '    interpolation="bicubic",',
+        "    crop_pct=1.0,",
+        f"    mean={exported.mean},",
+        f"    std={exported.std},",
+        ")",
+        f'image = transform(Image.open("picture.png").convert("{mode}"))',
+    ]
+    if not exported.classes:
+        return "\n".join([*config, *transform, "features = model(image[None])"])
+    return "\n".join([*config, *transform, "label = int(model(image[None]).argmax())"])
+
+
+def _classes(exported: Exported) -> list[str]:
+    if not exported.classes:
+        return []
+    shown = ", ".join(
+        f"{index}: {_cell(name)}" for index, name in enumerate(exported.classes[:_MOST_CLASSES])
+    )
+    more = len(exported.classes) - _MOST_CLASSES
+    rest = f" and {more} more, all in `config.json`" if more > 0 else ""
+    return ["## Classes", f"{shown}{rest}."]
+
+
+def _recipe_table(recipe: Recipe) -> str:
+    """The fields that say most, and those that are not at their default."""
+    values = recipe.to_mapping()
+    shown = []
+    for field in dataclasses.fields(recipe):
+        is_default = getattr(recipe, field.name) == field.default or values.get(field.name) == {}
+        if field.name in values and (field.name in _ALWAYS or not is_default):
+            shown.append(f"| {field.name} | {_cell(values[field.name])} |")
+    return "\n".join(["| field | value |", "| --- | --- |", *shown])
+
+
+def _environment(environment: Mapping[str, Any]) -> str:
+    told = [f"{name} {version}" for name, version in environment.get("packages", {}).items()]
+    if "python" in environment:
+        told.insert(0, f"Python {environment['python']}")
+    devices = environment.get("devices") or [environment.get("cpu")]
+    if any(devices):
+        count = environment.get("processes", 1)
+        processes = "1 process" if count == 1 else f"{count} processes"
+        told.append(f"{processes} on {', '.join(dict.fromkeys(map(str, devices)))}")
+    return f"Made with {', '.join(told)}." if told else ""
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

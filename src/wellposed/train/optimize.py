@@ -1,0 +1,81 @@
+"""timm's optimizers and schedules for a recipe."""
+
+import difflib
+import inspect
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2, get_optimizer_class, list_optimizers
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from wellposed.train.checkpoint.processes import several
+from wellposed.train.recipe import Recipe
+
+SCHEDULES = ("cosine", "tanh", "poly", "step", "multistep")
+
+
+def check_optimizer(recipe: Recipe) -> None:
+    """Raises if timm does not have what the recipe names."""
+    for name, value, known in (
+        ("optimizer", recipe.optimizer, list_optimizers()),
+        ("schedule", recipe.schedule, SCHEDULES),
+    ):
+        if value not in known:
+            close = difflib.get_close_matches(value, list(known), n=1, cutoff=0.4)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise ValueError(f"{name} must be one of timm's ({', '.join(known)}), got {value!r}{hint}")
+    if recipe.warmup_epochs is not None and recipe.warmup_epochs >= recipe.epochs:
+        raise ValueError(
+            f"warmup_epochs must be less than epochs, got {recipe.warmup_epochs} and {recipe.epochs}."
+        )
+    if recipe.layer_decay is not None and recipe.task != "classify":
+        raise ValueError(
+            f"layer_decay is for fine-tuning a classifier, got task={recipe.task}; leave it out."
+        )
+
+
+def make_optimizer(module: nn.Module, recipe: Recipe) -> Optimizer:
+    """For the parameters that require gradients; no weight decay for biases and norms."""
+    sharded = several() and recipe.parallel == "fsdp2"
+    kind: Any = get_optimizer_class(recipe.optimizer, bind_defaults=False)
+    is_fused = "fused" in inspect.signature(kind).parameters and not sharded
+    optimizer: Optimizer = create_optimizer_v2(
+        module,
+        opt=recipe.optimizer,
+        lr=recipe.lr,
+        weight_decay=recipe.weight_decay,
+        layer_decay=recipe.layer_decay,
+        **({"fused": True} if is_fused else {}),
+    )
+    return optimizer
+
+
+def make_schedule(optimizer: Optimizer, recipe: Recipe, updates_per_epoch: int) -> Scheduler:
+    """``schedule.step_update(update)`` sets the learning rate of an update, whatever was set before."""
+    assert recipe.lr is not None
+    schedule, _ = create_scheduler_v2(
+        optimizer,
+        sched=recipe.schedule,
+        num_epochs=recipe.epochs,
+        decay_epochs=max(recipe.epochs // 3, 1),
+        decay_milestones=[recipe.epochs // 2, recipe.epochs * 3 // 4],
+        min_lr=recipe.min_lr,
+        warmup_lr=recipe.lr / 1000,
+        warmup_epochs=recipe.warmup_epochs or 0,
+        warmup_prefix=False,
+        step_on_epochs=False,
+        updates_per_epoch=updates_per_epoch,
+    )
+    return schedule
+
+
+def gradient_norm(parameters: list[nn.Parameter], limit: float | None) -> Tensor:
+    """The norm of all gradients together; they are scaled down to ``limit`` if it is more."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if limit is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return norm

@@ -1,0 +1,177 @@
+"""A recipe's fields as options of a command, and their texts as values.
+
+A command's function that takes ``flags`` gets the options that were given, as texts; nothing here imports
+torch, so that ``--help`` is quick.
+
+>>> values({"batch_size": "128", "compile": False, "trackers": "none", "model_option": ["depth=6"]})
+{'batch_size': 128, 'compile': False, 'trackers': (), 'model_options': {'depth': 6}}
+>>> assignments(["data=cifar10:DIR", "model_options.depth=6"])
+{'data': 'cifar10:DIR', 'model_options': {'depth': 6}}
+"""
+
+import dataclasses
+import functools
+import inspect
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+from wellposed.train.recipe import Recipe, checked, field_types, require_known
+from wellposed.train.recipe_values import NONE, kind_of
+
+_OPTION = "model_option"
+"""The flag of ``model_options``, which gives one of them and may be repeated."""
+
+_METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
+
+
+def recipe_options(only: Sequence[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each of the fields, or for those in ``only``.
+
+    The function's parameter ``flags`` gets a dict of the options that were given, see :func:`values`.
+    """
+    fields = [field for field in dataclasses.fields(Recipe) if only is None or field.name in only]
+    options = [_option(field) for field in fields]
+    names = {option.name for option in options}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [each for each in inspect.signature(command).parameters.values() if each.name != "flags"]
+        keyword = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+
+        @functools.wraps(command)
+        def with_options(**given: Any) -> None:
+            flags = {name: given.pop(name) for name in list(given) if name in names}
+            command(**given, flags={name: value for name, value in flags.items() if value not in (None, [])})
+
+        signature = inspect.Signature([*keyword, *options])
+        with_options.__signature__ = signature  # type: ignore[attr-defined]
+        with_options.__annotations__ = {each.name: each.annotation for each in (*keyword, *options)}
+        return with_options
+
+    return decorate
+
+
+def values(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the options that were given."""
+    parsed = {}
+    for name, text in flags.items():
+        if name == _OPTION:
+            parsed["model_options"] = _model_options(text)
+        else:
+            parsed[name] = parse(name, text) if isinstance(text, str) else text
+    return parsed
+
+
+def assignments(texts: Iterable[str]) -> dict[str, Any]:
+    """Values of texts such as ``lr=0.01`` or ``model_options.depth=6``."""
+    parsed: dict[str, Any] = {}
+    options: list[str] = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals:
+            raise ValueError(f"expected field=value, such as lr=0.01, got {text!r}.")
+        if name.startswith("model_options."):
+            options.append(text.strip().partition(".")[2])
+            continue
+        require_known([name], repr(text))
+        if name == "model_options":
+            raise ValueError(f"expected one option, such as model_options.depth=6, got {text!r}.")
+        parsed[name] = parse(name, value.strip())
+    return {**parsed, "model_options": _model_options(options)} if options else parsed
+
+
+def parse(name: str, text: str) -> Any:
+    """The value of a field of its text; ``none`` where the field may be None."""
+    kind, may_be_none = kind_of(field_types()[name])
+    if text == NONE and may_be_none:
+        return None
+    if get_origin(kind) is not tuple:
+        return checked(name, _one(kind, text))
+    parts = [] if text in ("", NONE) else text.split(",")
+    return checked(name, [_one(get_args(kind)[0], part.strip()) for part in parts])
+
+
+def _one(kind: Any, text: str) -> Any:
+    """A number or a boolean if the text is one, else the text, which the field's check will not take."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text, text)
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            return text
+    return text
+
+
+def _model_options(texts: Iterable[str]) -> dict[str, Any]:
+    options = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not name:
+            raise ValueError(f"a model option must be key=value, such as depth=6, got {text!r}.")
+        options[name] = _toml_value(name, value)
+    return options
+
+
+def _toml_value(name: str, text: str) -> Any:
+    """A TOML value; a single word needs no quotes."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        parsed = {}
+    if parsed.keys() == {"value"}:
+        return parsed["value"]
+    if re.fullmatch(r"[A-Za-z_][\w.-]*", text):
+        return text
+    raise ValueError(
+        f"the model option {name} must be a value such as 6, 0.5, true, [2, 2], word or '\"a text\"', "
+        f"got {text!r}."
+    )
+
+
+def _option(field: "dataclasses.Field[Any]") -> inspect.Parameter:
+    kind, _ = kind_of(field_types()[field.name])
+    annotation: Any = str | None
+    name, metavar, choices = field.name, _METAVARS.get(kind), None
+    if kind is bool:
+        annotation = bool | None
+    elif get_origin(kind) is dict:
+        name, annotation, metavar = _OPTION, list[str] | None, "KEY=VALUE"
+    elif get_origin(kind) is tuple:
+        metavar = f"{_METAVARS[get_args(kind)[0]]},..."
+    elif get_origin(kind) is Literal:
+        choices = list(map(str, get_args(kind)))
+        metavar = f"[{'|'.join(choices)}]"
+    option = typer.Option(
+        help=_help(field),
+        rich_help_panel=field.metadata["group"],
+        metavar=metavar,
+        autocompletion=None if choices is None else _completion(choices),
+    )
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=None, annotation=Annotated[annotation, option])
+
+
+def _help(field: "dataclasses.Field[Any]") -> str:
+    """The field's text with its default; the option's own is None, to tell what was given."""
+    text = str(field.metadata["help"])
+    default = field.default
+    if isinstance(default, tuple):
+        default = ",".join(map(str, default))
+    elif isinstance(default, bool):
+        default = str(default).lower()
+    if default is not None and default is not dataclasses.MISSING:
+        text += f" [default: {default}]"
+    # Else Rich takes what stands in brackets for a style.
+    return text.replace("[", "\\[")
+
+
+def _completion(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return complete

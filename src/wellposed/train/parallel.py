@@ -1,0 +1,61 @@
+"""One model on one or many processes, compiled or not."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from wellposed import anatomy
+from wellposed.train.checkpoint.processes import several
+from wellposed.train.recipe import Recipe
+
+
+def distribute(module: nn.Module, trunk: nn.Module, recipe: Recipe, device: torch.device) -> nn.Module:
+    """Replicate or shard a module that is on its device; one process has it as it is."""
+    if not several():
+        return module
+    if recipe.parallel == "ddp":
+        ids = [device.index] if device.type == "cuda" else None
+        return DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in anatomy.blocks(trunk):
+        fully_shard(block.module, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+def compiled(module: nn.Module, recipe: Recipe, device: torch.device) -> Any:
+    """The module's forward, compiled if the recipe says so.
+
+    On one GPU the passes are recorded as CUDA graphs, because small models are otherwise bound by how fast
+    Python launches kernels; unless something in them cannot be recorded.
+    """
+    if not recipe.compile:
+        return module
+    return torch.compile(module, mode="reduce-overhead" if _can_record(recipe, device) else None)
+
+
+def _can_record(recipe: Recipe, device: torch.device) -> bool:
+    has_svd = recipe.graying in ("svd", "spectral")
+    # Gradients that are accumulated live in the memory that the next pass writes to.
+    is_accumulating = recipe.accumulate > 1
+    changes = recipe.eps_end is not None
+    return device.type == "cuda" and not (several() or has_svd or is_accumulating or changes)
+
+
+@contextmanager
+def accumulating(module: nn.Module, is_last: bool) -> Iterator[None]:
+    """Gradients travel between the processes in the last pass of an update only."""
+    if isinstance(module, DistributedDataParallel) and not is_last:
+        with module.no_sync():
+            yield
+        return
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(is_last)
+    yield

@@ -1,0 +1,193 @@
+"""All that decides a training run, as one typed value.
+
+Every field has a default, can stand in a TOML or YAML file, and is a flag of ``wellposed train``. A field
+that is None is filled in from the data and the model when the run starts; the run's folder holds the recipe
+with all of them filled in.
+
+>>> Recipe(data="cifar10:DIR", model="vit_tiny_patch16_224", graying="dct").eps is None
+True
+>>> Recipe(graying="dtc")
+Traceback (most recent call last):
+ValueError: graying must be one of svd, dct, spectral, got 'dtc'; did you mean 'dct'?
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_type_hints
+
+from wellposed.train.recipe_checks import check_together, check_value
+from wellposed.train.recipe_values import NONE, fitting, nearest
+
+Task = Literal["classify", "mae", "probe"]
+Placement = Literal["auto", "device", "stream"]
+Precision = Literal["fp32", "bf16"]
+OnNonfinite = Literal["stop", "skip", "rollback"]
+BroadcastWhere = Literal["mlp.end", "mlp.middle", "mlp.start", "attention.end"]
+
+
+def _field(default: Any, group: str, help: str, *, free: bool = False) -> Any:
+    """A field with the text of its flag; ``free`` ones may differ when a run is resumed."""
+    metadata = {"help": help, "group": group, "free": free}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A training run. See the fields' help, ``wellposed train --help`` or docs/train.md."""
+
+    # fmt: off
+    task: Task = _field("classify", "Task",
+        "classify; mae: masked pre-training; probe: train a linear head on a frozen model")
+
+    data: str = _field("digits", "Data",
+        "digits, cifar10:DIR, cifar100:DIR, fashion-mnist:DIR, a folder, hf:NAME_OR_PARQUET, wds:SHARDS "
+        "or packed:FILE.npz")
+    placement: Placement = _field("auto", "Data",
+        "device: decode once and keep on the device; stream: decode in workers; auto: device if it fits",
+        free=True)
+    workers: int = _field(2, "Data",
+        "processes that decode streamed images; 0 decodes in the training process", free=True)
+    limit: int | None = _field(None, "Data", "train on this many images only")
+    holdout: float = _field(0.1, "Data", "share of the images to test on, where the set has no test split")
+    skip_unreadable: bool = _field(False, "Data", "leave out images that cannot be read, instead of stopping")
+
+    model: str = _field("test_vit", "Model", "a timm name")
+    image_size: int | None = _field(None, "Model",
+        "side of the images in pixels [default: the data's own, else the model's]")
+    patch_size: int | None = _field(None, "Model",
+        "side of a patch [default: the model's own, smaller for small images]")
+    model_options: dict[str, Any] = _field({}, "Model", "further options for timm, such as depth=6")
+    init: Literal["timm", "xavier"] = _field("timm", "Model",
+        "initial weights: what timm gives, or Xavier's for all linear layers; "
+        "without skips only the latter starts to learn")
+    start_from: str | None = _field(None, "Model",
+        "a .safetensors file or the folder of a run whose weights to start from; "
+        "a head that does not fit starts fresh")
+    drop_path: float = _field(0.0, "Model", "stochastic depth")
+
+    graying: Literal["svd", "dct", "spectral"] | None = _field(None, "Edits", "Token Graying, and how")
+    eps: float | None = _field(None, "Edits",
+        "power of the graying, in (0, 1] [default: the paper's, 0.7; dct 0.95]")
+    eps_end: float | None = _field(None, "Edits", "power at the end of training, if it changes")
+    eps_schedule: Literal["linear", "cosine"] = _field("linear", "Edits", "how eps goes to eps_end")
+    eps_per_block: tuple[float, ...] | None = _field(None, "Edits",
+        "with gray_where=blocks: one power for each of gray_blocks")
+    gray_where: Literal["embedding", "pixels", "blocks"] = _field("embedding", "Edits", "what is grayed")
+    gray_blocks: str | None = _field(None, "Edits",
+        "with gray_where=blocks: indices such as 0,3,8-11 [default: all]")
+    broadcast: Literal["cb", "cb_s"] | None = _field(None, "Edits",
+        "Context Broadcasting, plain or with learned scales")
+    broadcast_where: BroadcastWhere = _field("mlp.end", "Edits", "where the mean token goes in")
+    broadcast_blocks: str | None = _field(None, "Edits", "indices such as 0,3,8-11 [default: all]")
+    remove_skips: Literal["attention", "ffn", "both", "mixer", "local", "all"] | None = _field(None, "Edits",
+        "skip connections to remove")
+    skip_blocks: str | None = _field(None, "Edits",
+        "indices of the blocks that lose them, such as 0,3,8-11 [default: all]")
+
+    epochs: int = _field(50, "Optimizer", "passes over the training images")
+    batch_size: int = _field(64, "Optimizer", "images in one update, over all processes")
+    accumulate: int = _field(1, "Optimizer", "passes that one update is split into")
+    optimizer: str = _field("adamw", "Optimizer", "a name of timm's optimizers")
+    lr: float | None = _field(None, "Optimizer",
+        "highest learning rate [default: 0.2 over the model's width, at most 0.003]")
+    weight_decay: float = _field(0.05, "Optimizer", "not for biases and norms")
+    layer_decay: float | None = _field(None, "Optimizer",
+        "factor of the learning rate from each layer to the one before, for fine-tuning")
+    schedule: str = _field("cosine", "Optimizer",
+        "a name of timm's schedules that change with the updates: cosine, tanh, poly, step, ...")
+    warmup_epochs: float | None = _field(None, "Optimizer",
+        "linear warm-up [default: a tenth of the epochs, at most 5]")
+    min_lr: float = _field(1e-5, "Optimizer", "lowest learning rate")
+    clip_grad: float | None = _field(1.0, "Optimizer", "largest norm of the gradient")
+    smoothing: float = _field(0.0, "Optimizer", "label smoothing")
+    ema: float | None = _field(None, "Optimizer",
+        "decay of an exponential moving average of the weights, evaluated beside them")
+
+    flip: float | None = _field(None, "Augmentation",
+        "probability of mirroring [default: 0.5 for photographs, else 0]")
+    crop_padding: int | None = _field(None, "Augmentation",
+        "shift by up to so many pixels [default: an eighth of images of 16 to 64 pixels, else 0]")
+    crop_scale: float | None = _field(None, "Augmentation",
+        "smallest share of the image that a random resized crop keeps "
+        "[default: 0.08 for photographs over 64 pixels, else none]")
+    auto_augment: str | None = _field(None, "Augmentation",
+        "timm's name such as rand-m9-mstd0.5; for streamed images")
+    color_jitter: float = _field(0.0, "Augmentation",
+        "strength of random brightness, contrast and saturation")
+    erase: float = _field(0.0, "Augmentation", "probability of erasing a rectangle")
+    mixup: float = _field(0.0, "Augmentation", "alpha of mixup, 0 for none")
+    cutmix: float = _field(0.0, "Augmentation", "alpha of CutMix, 0 for none")
+
+    mask_ratio: float = _field(0.75, "MAE", "share of the patches that are hidden")
+    decoder_width: int | None = _field(None, "MAE",
+        "width of the decoder [default: half of the encoder's, in whole heads]")
+    decoder_depth: int = _field(4, "MAE", "blocks of the decoder")
+    norm_pixels: bool = _field(True, "MAE", "predict each patch standardised")
+
+    seed: int = _field(0, "Run", "of everything that is drawn")
+    precision: Precision = _field("fp32", "Run", "fp32, or bf16 autocast")
+    compile: bool | None = _field(None, "Run", "compile the model [default: on a GPU]", free=True)
+    device: str | None = _field(None, "Run", "cpu, cuda [default: a GPU if there is one]", free=True)
+    parallel: Literal["ddp", "fsdp2"] = _field("ddp", "Run",
+        "with several processes: replicate or shard the model", free=True)
+    eval_every: int = _field(1, "Run", "epochs between two tests")
+    monitor_every: int | None = _field(None, "Run",
+        "updates between two measurements of kappa and density, 0 for none "
+        "[default: 100, or so many that they take 1% of the time]", free=True)
+    log_every: int = _field(50, "Run", "updates between two lines of run.jsonl", free=True)
+    checkpoint_every: int | None = _field(None, "Run",
+        "updates between two checkpoints [default: one an epoch, at most one a minute]", free=True)
+    keep: int = _field(2, "Run", "checkpoints to keep", free=True)
+    trackers: tuple[str, ...] = _field(("tensorboard",), "Run",
+        "trackers of Accelerate: tensorboard, wandb, mlflow, ...; none for none", free=True)
+    on_nonfinite: OnNonfinite = _field("stop", "Run",
+        "what a NaN or infinite loss or gradient does: stop; skip the update; "
+        "rollback to the last checkpoint and another order of the data", free=True)
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        for name in field_types():
+            object.__setattr__(self, name, checked(name, getattr(self, name)))
+        check_together(self)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], source: str = "the recipe") -> "Recipe":
+        """A recipe of named values; an unknown name is an error that tells the nearest."""
+        require_known(values, source)
+        return cls(**values)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The fields as files hold them: lists for tuples, None left out unless the default is another."""
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                values[field.name] = list(value) if isinstance(value, tuple) else value
+            elif field.default is not None:
+                values[field.name] = NONE
+        return values
+
+
+@functools.cache
+def field_types() -> dict[str, Any]:
+    """The type of each field, in order."""
+    hints = get_type_hints(Recipe)
+    return {field.name: hints[field.name] for field in dataclasses.fields(Recipe)}
+
+
+def checked(name: str, value: Any) -> Any:
+    """One field's value as its type has it, or an error."""
+    value = fitting(name, value, field_types()[name])
+    check_value(name, value)
+    return value
+
+
+def require_known(names: Iterable[str], source: str) -> None:
+    """Raise if a name is none of the fields."""
+    for name in names:
+        if name not in field_types():
+            raise ValueError(f"{source} has an unknown field {name!r}{nearest(name, field_types())}")

@@ -1,0 +1,87 @@
+"""What a recipe's values must keep to: each field's range, and fields that need or exclude one another."""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from wellposed.text import indices
+
+if TYPE_CHECKING:
+    from wellposed.train.recipe import Recipe
+
+# fmt: off
+_RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    ("at least 1", lambda value: value >= 1, (
+        "epochs", "batch_size", "accumulate", "eval_every", "log_every", "checkpoint_every", "keep",
+        "limit", "image_size", "patch_size", "decoder_depth", "decoder_width")),
+    ("at least 0", lambda value: value >= 0, (
+        "seed", "workers", "monitor_every", "warmup_epochs", "min_lr", "weight_decay", "crop_padding",
+        "mixup", "cutmix")),
+    ("in [0, 1]", lambda value: 0 <= value <= 1, (
+        "flip", "erase", "smoothing", "drop_path", "color_jitter", "ema")),
+    ("in (0, 1]", lambda value: 0 < value <= 1, (
+        "eps", "eps_end", "eps_per_block", "crop_scale", "layer_decay")),
+    ("in (0, 1)", lambda value: 0 < value < 1, ("holdout", "mask_ratio")),
+    ("positive", lambda value: value > 0, ("lr", "clip_grad")),
+)
+# fmt: on
+RANGES = {name: (words, holds) for words, holds, names in _RANGES for name in names}
+_BLOCKS = ("gray_blocks", "broadcast_blocks", "skip_blocks")
+
+
+def check_value(name: str, value: Any) -> None:
+    """Raise if a field's value, of the right type, is not one that it can have."""
+    if value is None:
+        return
+    if name in RANGES:
+        words, holds = RANGES[name]
+        for number in value if isinstance(value, tuple) else (value,):
+            if not (math.isfinite(number) and holds(number)):
+                each = "hold values" if isinstance(value, tuple) else "be"
+                raise ValueError(f"{name} must {each} {words}, got {number}.")
+    if name in _BLOCKS:
+        indices(value, name)
+
+
+def check_together(recipe: "Recipe") -> None:
+    """Raise if fields do not go together."""
+    _check_needs(recipe)
+    _check_eps_per_block(recipe)
+    if recipe.task == "probe" and recipe.start_from is None:
+        raise ValueError("task=probe trains a head on trained weights; add start_from=RUN_OR_FILE.")
+    if recipe.task == "mae" and (recipe.mixup or recipe.cutmix):
+        raise ValueError("task=mae has no labels to mix; leave mixup and cutmix out.")
+    if recipe.batch_size % recipe.accumulate:
+        raise ValueError(
+            f"batch_size must be a multiple of accumulate, got {recipe.batch_size} and {recipe.accumulate}."
+        )
+
+
+def _check_needs(recipe: "Recipe") -> None:
+    """Fields that only mean something beside others."""
+    grays = recipe.graying is not None
+    grays_blocks = grays and recipe.gray_where == "blocks"
+    needs = {
+        "eps": (grays, "graying=svd, dct or spectral"),
+        "eps_end": (grays, "graying=svd, dct or spectral"),
+        "eps_per_block": (grays_blocks, "graying=... and gray_where=blocks"),
+        "gray_blocks": (grays_blocks, "graying=... and gray_where=blocks"),
+        "broadcast_blocks": (recipe.broadcast is not None, "broadcast=cb or cb_s"),
+        "skip_blocks": (recipe.remove_skips is not None, "remove_skips=..."),
+    }
+    for name, (holds, remedy) in needs.items():
+        if getattr(recipe, name) is not None and not holds:
+            raise ValueError(f"{name} does nothing alone; add {remedy}, or leave it out.")
+
+
+def _check_eps_per_block(recipe: "Recipe") -> None:
+    if recipe.eps_per_block is None:
+        return
+    if recipe.eps is not None or recipe.eps_end is not None:
+        raise ValueError("expected eps_per_block or eps and eps_end, got both; leave one of them out.")
+    blocks = None if recipe.gray_blocks is None else indices(recipe.gray_blocks, "gray_blocks")
+    if blocks is not None and len(blocks) != len(recipe.eps_per_block):
+        raise ValueError(
+            f"eps_per_block must have one power for each of gray_blocks, got {len(recipe.eps_per_block)} "
+            f"powers for {len(blocks)} blocks."
+        )

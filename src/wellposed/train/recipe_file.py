@@ -1,0 +1,136 @@
+"""Recipes as files: TOML or YAML is read, TOML is written.
+
+>>> import tempfile
+>>> path = Path(tempfile.mkdtemp()) / "mine.toml"
+>>> _ = path.write_text("epoch = 3")
+>>> read_recipe(path)
+Traceback (most recent call last):
+ValueError: ...mine.toml has an unknown field 'epoch'; did you mean 'epochs'?
+>>> write_recipe(Recipe(epochs=3), path)
+>>> combine(read_recipe(path), {"lr": 1e-4}).epochs
+3
+"""
+
+import dataclasses
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from wellposed.train.recipe import Recipe, checked, require_known
+from wellposed.train.recipe_values import nearest
+from wellposed.train.toml_text import table
+
+SUFFIXES = (".toml", ".yaml", ".yml")
+
+
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """The fields that a file gives, each checked; an error names the file."""
+    path = Path(path)
+    text = _read_text(path)
+    values = _parse_toml(text, path) if path.suffix == ".toml" else _parse_yaml(text, path)
+    require_known(values, str(path))
+    return {name: _checked_in_file(name, value, path) for name, value in values.items()}
+
+
+def combine(file_values: Mapping[str, Any], flag_values: Mapping[str, Any]) -> Recipe:
+    """The recipe of a file with flags over it; single ``model_options`` too."""
+    values = {**file_values, **flag_values}
+    options = [each["model_options"] for each in (file_values, flag_values) if each.get("model_options")]
+    if options:
+        values["model_options"] = {name: value for each in options for name, value in each.items()}
+    return Recipe.from_mapping(values)
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """The recipe as TOML, under the groups of the fields."""
+    values = recipe.to_mapping()
+    options = values.pop("model_options")
+    groups: dict[str, dict[str, Any]] = {}
+    for field in dataclasses.fields(recipe):
+        if field.name in values:
+            groups.setdefault(field.metadata["group"], {})[field.name] = values[field.name]
+    parts = [f"# {group}\n{table(fields)}" for group, fields in groups.items()]
+    if options:
+        parts.append(f"[model_options]\n{table(options)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def write_recipe(recipe: Recipe, path: str | Path) -> None:
+    """Write the recipe as TOML; a kill at any moment leaves the old file or the new one."""
+    path = Path(path)
+    content = recipe_text(recipe).encode()
+    staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with staged.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def _read_text(path: Path) -> str:
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, expected a recipe; `wellposed sweep` takes folders.")
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"a recipe's name must end in {', '.join(SUFFIXES)}, got {path}.")
+    if not path.exists():
+        beside = [other.name for other in path.parent.glob("*") if other.suffix in SUFFIXES]
+        raise FileNotFoundError(f"there is no recipe {path}{nearest(path.name, beside)}")
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path} must be UTF-8 text, got a byte that is none in line {line}.") from error
+
+
+def _parse_toml(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        said = str(error).replace("end of document", f"the end, line {text.count(chr(10)) + 1}")
+        raise ValueError(f"{path} is not valid TOML: {said}") from error
+
+
+def _parse_yaml(text: str, path: Path) -> dict[str, Any]:
+    import yaml  # type: ignore[import-untyped]
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Safe, with two traps of YAML 1.1 removed: 1e-3 as a text, and a key that hides another."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key, _ in node.value:
+                name = str(key.value)
+                if name in seen:
+                    problem = f"{name!r} is given twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(name)
+            mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+            return mapping
+
+    number = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    try:
+        values = yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f" (at line {mark.line + 1}, column {mark.column + 1})"
+        said = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ValueError(f"{path} is not valid YAML: {said}{where}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ValueError(f"{path} must hold fields such as 'epochs: 30', got {values!r}.")
+    return values
+
+
+def _checked_in_file(name: str, value: Any, path: Path) -> Any:
+    try:
+        return checked(name, value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from error

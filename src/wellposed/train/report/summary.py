@@ -1,0 +1,73 @@
+"""The end of a run in a few numbers, from its lines alone: so it is the same for a run that was resumed."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What :func:`wellposed.train.report.read_run` gives, as one mapping of plain values.
+
+    ``test`` is the last test and ``best`` the last one that was better than all before it; ``kappa`` has the
+    worst block of each position and ``entropy`` the mean over the blocks, at the first and last measurement.
+
+    >>> summarise([
+    ...     {"event": "monitor", "update": 0, "kappa/0/input": 5.0, "kappa/1/input": 9.0},
+    ...     {"event": "train", "update": 10, "loss": 0.5, "images_per_second": 100.0, "seconds": 2.0},
+    ...     {"event": "test", "update": 10, "epoch": 1, "loss": 0.4, "accuracy": 0.9, "best": True},
+    ... ])["kappa"]
+    {'input': {'first': 9.0, 'last': 9.0}}
+    """
+    trained, tested, monitored = (_of(lines, event) for event in ("train", "test", "monitor"))
+    rates = [line["images_per_second"] for line in trained if "images_per_second" in line]
+    return {
+        "finished": any(line["event"] == "finished" for line in lines),
+        "updates": max((line.get("update", 0) for line in lines), default=0),
+        "seconds": max((line.get("seconds", 0.0) for line in lines), default=0.0),
+        "images_per_second": statistics.median(rates) if rates else None,
+        "train": _without(trained[-1], "images") if trained else None,
+        "test": _without(tested[-1], "best") if tested else None,
+        "best": _without(_best(tested), "best"),
+        "kappa": _first_and_last([_worst_kappas(line) for line in monitored]),
+        "entropy": _first_and_last([_mean_entropy(line) for line in monitored]).get("entropy"),
+        "starts": sum(line["event"] in ("start", "resume") for line in lines),
+        "nonfinite": len(_of(lines, "nonfinite")),
+        "rollbacks": len(_of(lines, "rollback")),
+    }
+
+
+def _of(lines: Sequence[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
+    return [line for line in lines if line["event"] == event]
+
+
+def _best(tested: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    return next((line for line in reversed(tested) if line.get("best")), None)
+
+
+def _without(line: Mapping[str, Any] | None, *names: str) -> dict[str, Any] | None:
+    left_out = ("event", "time", "seconds", *names)
+    return None if line is None else {key: value for key, value in line.items() if key not in left_out}
+
+
+def _worst_kappas(line: Mapping[str, Any]) -> dict[str, float]:
+    worst: dict[str, float] = {}
+    for key, value in line.items():
+        measure, _, place = key.partition("/")
+        block, _, position = place.partition("/")
+        if measure == "kappa" and block.isdigit():
+            worst[position] = max(value, worst.get(position, value))
+    return worst
+
+
+def _mean_entropy(line: Mapping[str, Any]) -> dict[str, float]:
+    values = [value for key, value in line.items() if key.startswith("entropy/") and key[8:].isdigit()]
+    return {"entropy": statistics.fmean(values)} if values else {}
+
+
+def _first_and_last(measured: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """For each name, its first and last value."""
+    found: dict[str, dict[str, float]] = {}
+    for values in measured:
+        for name, value in values.items():
+            found.setdefault(name, {"first": value})["last"] = value
+    return found

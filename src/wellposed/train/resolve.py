@@ -1,0 +1,85 @@
+"""Filling in what a recipe leaves open, from the data and the model.
+
+The rules are few and what they chose is written into the run's recipe, so that running that file again does
+the same whatever the rules become.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from wellposed.nn.graying import DEFAULT_EPS
+from wellposed.train.data import ImageData
+from wellposed.train.recipe import Recipe
+
+TINY, SMALL = 16, 64
+"""Images of this side and between are shifted, larger ones get random resized crops. Of still smaller ones a
+pixel is too much."""
+
+
+def resolve(recipe: Recipe, data: ImageData) -> Recipe:
+    """The recipe with image and patch size, eps and augmentation filled in."""
+    size = recipe.image_size or data.size or _input_side(recipe.model)
+    chosen: dict[str, Any] = {"image_size": size}
+    if recipe.patch_size is None and "patch_size" not in recipe.model_options:
+        chosen["patch_size"] = _patch_for(recipe, size)
+    if recipe.graying is not None and recipe.eps is None and recipe.eps_per_block is None:
+        chosen["eps"] = DEFAULT_EPS[recipe.graying]
+    if recipe.flip is None:
+        chosen["flip"] = 0.5 if data.photographs else 0.0
+    if recipe.crop_scale is None and size > SMALL and data.photographs:
+        chosen["crop_scale"] = 0.08
+    if recipe.crop_padding is None:
+        is_cropped = recipe.crop_scale is not None or "crop_scale" in chosen
+        chosen["crop_padding"] = size // 8 if TINY <= size <= SMALL and not is_cropped else 0
+    if recipe.warmup_epochs is None:
+        chosen["warmup_epochs"] = min(recipe.epochs / 10, 5.0)
+    return replace(recipe, **chosen)
+
+
+def resolve_for(recipe: Recipe, model: nn.Module) -> Recipe:
+    """The recipe with what hangs on the model as it was built: wider ones learn with smaller steps."""
+    if recipe.lr is not None:
+        return recipe
+    width: Any = getattr(model, "num_features", None)
+    if not isinstance(width, int):
+        raise ValueError(f"the width of {recipe.model} is not known, which tells the learning rate; set lr.")
+    return replace(recipe, lr=min(0.2 / width, 3e-3))
+
+
+def _input_side(name: str) -> int:
+    config: Any = timm.get_pretrained_cfg(name, allow_unregistered=False)
+    if config is None:
+        return 224
+    return int(config.input_size[-1])
+
+
+def _patch_for(recipe: Recipe, size: int) -> int | None:
+    """The model's own patch if it cuts the image into enough pieces, else the largest one that does.
+
+    None where the model has no patch size, or is taken as it is.
+    """
+    own = own_patch(recipe.model)
+    if own is None:
+        return None
+    least = 4 if size <= 16 else 7
+    if size % own == 0 and size // own >= least:
+        return None
+    return next(patch for patch in range(size // least, 0, -1) if size % patch == 0)
+
+
+def own_patch(name: str) -> int | None:
+    """The side of the patches of a timm model as it comes, if it has an option for them."""
+    if not timm.is_model(name.partition(".")[0]):
+        return None  # building it tells what is wrong with the name
+    try:
+        with torch.device("meta"):
+            model: Any = timm.create_model(name, patch_size=1)
+            model = timm.create_model(name)
+    except (TypeError, ValueError, RuntimeError, AssertionError):
+        return None
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    return int(patch[0]) if isinstance(patch, (tuple, list)) else patch

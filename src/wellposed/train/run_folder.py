@@ -1,0 +1,77 @@
+"""The folder of a run: its name, and whether what is in it can go on."""
+
+import dataclasses
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from wellposed.train.recipe import Recipe
+from wellposed.train.recipe_file import read_recipe, write_recipe
+from wellposed.train.report import write_json
+
+RECIPE = "recipe.toml"
+
+
+def default_folder(recipe: Recipe) -> Path:
+    """The same for equal recipes, so that starting again goes on.
+
+    >>> default_folder(Recipe()) == default_folder(Recipe(workers=0))
+    True
+    """
+    text = json.dumps(decisive(recipe), sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    kind, colon, rest = recipe.data.partition(":")
+    data = kind if colon and kind not in ("packed", "hf", "wds", "folder") else Path(rest or kind).stem
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{data}-{recipe.model}").strip("-.")
+    return Path("runs") / f"{name}-{digest}"
+
+
+def decisive(recipe: Recipe) -> dict[str, Any]:
+    """The fields that decide the result; the others may change when a run goes on."""
+    free = {field.name for field in dataclasses.fields(recipe) if field.metadata["free"]}
+    return {name: value for name, value in recipe.to_mapping().items() if name not in free}
+
+
+def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any] | None:
+    """Make the folder ready for a run; returns the result of one that is finished already.
+
+    Raises:
+        ValueError: the folder holds a run of another recipe, or something that is no run.
+    """
+    file = folder / RECIPE
+    if overwrite and file.is_file():
+        shutil.rmtree(folder)
+    if file.is_file():
+        before, now = decisive(Recipe.from_mapping(read_recipe(file))), decisive(recipe)
+        changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        if changed:
+            listed = ", ".join(
+                f"{name} {before.get(name, 'unset')!r} there, {now.get(name, 'unset')!r} now"
+                for name in changed
+            )
+            raise ValueError(
+                f"{folder} holds a run of another recipe ({listed}); take another --out, or --overwrite."
+            )
+        result = folder / "result.json"
+        if result.is_file():
+            done: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+            if done.get("finished"):
+                return done
+    elif folder.is_dir() and any(folder.iterdir()):
+        # A log may be there already, written by what started the run.
+        strangers = [path.name for path in folder.iterdir() if path.suffix not in (".txt", ".log")]
+        if strangers:
+            raise ValueError(
+                f"expected a new folder or that of a run, {folder} holds {strangers[0]!r} and no {RECIPE}; "
+                "take another --out."
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_recipe(recipe, file)
+    return None
+
+
+def write_environment(folder: Path, environment: dict[str, Any]) -> None:
+    write_json(folder / "environment.json", environment)

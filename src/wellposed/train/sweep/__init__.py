@@ -1,0 +1,164 @@
+"""Several runs beside each other on one machine: small models leave a GPU idle.
+
+Each recipe, with each seed, is a process of its own, ``wellposed train RECIPE --out FOLDER``. They share the
+GPU that CUDA shows first; ``CUDA_VISIBLE_DEVICES`` chooses another. What a run prints goes to ``log.txt`` in
+its folder. A run that fails does not stop the others, and a sweep that is called again goes on where it
+stopped: runs that have finished are not trained again.
+"""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from wellposed.train.sweep import summary
+from wellposed.train.sweep.children import Child, Signals, train_all
+from wellposed.train.sweep.plan import Run, plan, write_recipes
+from wellposed.train.sweep.screen import Screen
+
+__all__ = ["Outcome", "run"]
+
+COMMAND = (sys.executable, "-m", "wellposed", "train")
+GPU_JOBS = 6
+"""Small models beside each other on one GPU: more gain little."""
+LOG_LINES = 15
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the runs, as in ``sweep.json``, and the exit code of the command."""
+
+    runs: list[dict[str, Any]]
+    exit_code: int
+
+
+def run(
+    recipes: Iterable[str | Path],
+    *,
+    out: str | Path,
+    jobs: int | None = None,
+    seeds: Sequence[int] | None = None,
+    changes: Mapping[str, Any] | None = None,
+    command: Sequence[str] = COMMAND,
+    console: Console | None = None,
+) -> Outcome:
+    """Train recipes beside each other and compare them.
+
+    Args:
+        recipes: files, or folders that are searched with their subfolders.
+        out: gets a folder and a recipe file for each run, ``sweep.csv`` and ``sweep.json``.
+        jobs: runs at a time. None: 6 where ``nvidia-smi`` shows a GPU and a recipe may use it, else 1. With
+            more than one, each gets its share of the cores (``OMP_NUM_THREADS``, unless that is set already).
+        seeds: train each recipe with each of them; None keeps the recipes' own.
+        changes: values for all the recipes, such as the data.
+        command: what is called with a recipe and ``--out FOLDER``.
+        console: where to print.
+    """
+    out, console = Path(out), console or Console()
+    runs = plan(recipes, out=out, seeds=seeds, changes=changes)
+    with _alone_in(out) as lock:
+        write_recipes(runs)
+        children = [Child.of(each) for each in runs]
+        jobs = min(default_jobs(runs) if jobs is None else jobs, len(runs))
+        console.print(_opening(children, jobs, out), markup=False, highlight=False, soft_wrap=True)
+        with Signals() as signals:
+            with Screen(console, children) as screen:
+                train_all(
+                    children,
+                    jobs=jobs,
+                    command=command,
+                    environment=child_environment(jobs, os.environ),
+                    inherited=[lock],
+                    signals=signals,
+                    show=screen.show,
+                )
+            rows = summary.rows(children)
+            about = {"jobs": jobs, "seeds": seeds and list(seeds), "changes": dict(changes or {})}
+            summary.save(rows, about, out)
+    console.print(_closing(children, rows, out), markup=False, highlight=False, soft_wrap=True)
+    return Outcome(rows, _exit_code(children, signals.received))
+
+
+def default_jobs(runs: Sequence[Run]) -> int:
+    """How many runs to have beside each other, without loading torch to see what there is."""
+    may_use_gpu = any(each.recipe.device in (None, "cuda") for each in runs)
+    return GPU_JOBS if may_use_gpu and gpu_is_there(os.environ) else 1
+
+
+def gpu_is_there(environment: Mapping[str, str]) -> bool:
+    """Whether NVIDIA's tool shows a GPU that is not hidden."""
+    tool = shutil.which("nvidia-smi", path=environment.get("PATH"))
+    if tool is None or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listed.stdout.startswith("GPU ")
+
+
+def child_environment(jobs: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a run; several at a time share the cores."""
+    made = {"PYTHONUNBUFFERED": "1", **environment}
+    if jobs > 1:
+        made.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // jobs)))
+    return made
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def _alone_in(out: Path) -> Iterator[int]:
+    """Keep a second sweep out of the folder.
+
+    The children inherit the lock: when the sweep alone is killed, it holds until they have ended too.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    lock = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(
+                f"a sweep, or a run that one has left behind, still works in {out}; "
+                "wait for it, or choose another --out."
+            ) from error
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _opening(children: Sequence[Child], jobs: int, out: Path) -> str:
+    done = sum(child.state == "finished" for child in children)
+    finished = f", {done} of them finished before" if done else ""
+    runs = "1 run" if len(children) == 1 else f"{len(children)} runs"
+    return f"{runs}{finished}, {jobs} at a time, in {out}"
+
+
+def _closing(children: Sequence[Child], rows: list[dict[str, Any]], out: Path) -> str:
+    parts = []
+    for child in children:
+        if child.reason:
+            said = "\n".join(f"  {line}" for line in child.last_lines(LOG_LINES)) or "  (nothing)"
+            parts.append(f"{child.run.name} {child.state}: {child.reason}. The end of its log:\n{said}")
+    parts.append(summary.text(rows))
+    if any(child.state in ("waiting", "interrupted") for child in children):
+        parts.append("Not all runs have ended; the same command again goes on with them.")
+    parts.append(f"written to {out}: sweep.csv, sweep.json")
+    return "\n" + "\n\n".join(parts)
+
+
+def _exit_code(children: Sequence[Child], received: int | None) -> int:
+    if all(child.state == "finished" for child in children):
+        return 0
+    return 1 if received is None else 128 + received

@@ -1,0 +1,175 @@
+"""Runs as child processes: so many beside each other, told to save and end when the sweep is told to."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal
+
+from wellposed.train.sweep.plan import LOG, Run
+from wellposed.train.sweep.progress import Progress, is_finished, read_result
+
+State = Literal["waiting", "running", "finished", "interrupted", "nonfinite", "failed"]
+POLL_SECONDS = 0.1
+NONFINITE, TERMINATED = 3, 128 + signal.SIGTERM
+"""Exit codes of ``wellposed train``."""
+
+
+@dataclass
+class Child:
+    """A run with its process, if it has one.
+
+    Attributes:
+        reason: why it failed.
+        result: what its ``result.json`` says.
+        started: when, on ``time.monotonic``.
+    """
+
+    run: Run
+    progress: Progress
+    state: State = "waiting"
+    reason: str = ""
+    result: dict[str, Any] | None = None
+    started: float = 0.0
+    told_to_stop: bool = False
+    process: "subprocess.Popen[bytes] | None" = None
+
+    @classmethod
+    def of(cls, run: Run) -> "Child":
+        """A child that waits, or that a sweep before has finished."""
+        child = cls(run, Progress(run.folder / "run.jsonl"))
+        result = read_result(run.folder)
+        if is_finished(result):
+            child.state, child.result = "finished", result
+            child.progress.refresh()
+        return child
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], inherited: Sequence[int]) -> None:
+        """Start the process; if that cannot be, the run has failed and the others go on."""
+        try:
+            self.run.folder.mkdir(parents=True, exist_ok=True)
+            with (self.run.folder / LOG).open("ab") as log:
+                self.process = subprocess.Popen(
+                    [*command, str(self.run.recipe_file), "--out", str(self.run.folder)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    pass_fds=tuple(inherited),
+                    # A terminal sends Ctrl-C to all of its processes; the sweep alone passes it on, once.
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self.state, self.reason = "failed", f"could not be started: {error}"
+        else:
+            self.state, self.started = "running", time.monotonic()
+
+    def poll(self) -> None:
+        """Look how it is, and set the state if it has ended."""
+        assert self.process is not None
+        code = self.process.poll()
+        self.progress.refresh()
+        if code is None:
+            return
+        self.result = read_result(self.run.folder)
+        if code == 0 and is_finished(self.result):
+            self.state = "finished"
+        elif self.told_to_stop or code in (TERMINATED, -signal.SIGTERM):
+            self.state = "interrupted"
+        elif code == NONFINITE:
+            self.state, self.reason = "nonfinite", "a loss or gradient was not finite"
+        else:
+            self.state, self.reason = "failed", _reason(code)
+
+    def stop(self) -> None:
+        """Tell it to save and end."""
+        if self.process is not None and not self.told_to_stop:
+            self.told_to_stop = True
+            self.process.terminate()
+
+    def last_lines(self, count: int) -> list[str]:
+        """Of its log."""
+        if not (self.run.folder / LOG).is_file():
+            return []
+        with (self.run.folder / LOG).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 200 * count))
+            return log.read().decode(errors="replace").splitlines()[-count:]
+
+
+def _reason(code: int) -> str:
+    if code == 0:
+        return "it ended without a result.json"
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+class Signals:
+    """SIGINT, SIGTERM and SIGHUP ask the sweep to stop; asked again, it kills.
+
+    Attributes:
+        received: the first of them, None until it comes.
+        again: whether there was a second.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.again = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before = signal.getsignal(number)
+            # Under nohup, SIGHUP is ignored and stays so.
+            if before is not signal.SIG_IGN:
+                self._before[number] = before
+                signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.again = self.received is not None
+        self.received = self.received or number
+
+
+def train_all(
+    children: Sequence[Child],
+    *,
+    jobs: int,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    inherited: Sequence[int],
+    signals: Signals,
+    show: Callable[[], None],
+) -> None:
+    """Run all that wait, at most ``jobs`` at a time, until they have ended or a signal says to stop."""
+    waiting = [child for child in children if child.state == "waiting"]
+    running: list[Child] = []
+    try:
+        while running or (waiting and signals.received is None):
+            while waiting and len(running) < jobs and signals.received is None:
+                child = waiting.pop(0)
+                child.start(command, environment, inherited)
+                if child.state == "running":
+                    running.append(child)
+            for child in running:
+                if signals.received is not None:
+                    child.stop()
+                if signals.again and child.process is not None:
+                    child.process.kill()
+                child.poll()
+            running = [child for child in running if child.state == "running"]
+            show()
+            if running:
+                time.sleep(POLL_SECONDS)
+    finally:
+        # Only after an error of the sweep itself are there any left.
+        for child in running:
+            child.stop()
+        for child in running:
+            if child.process is not None:
+                child.process.wait()

@@ -1,0 +1,224 @@
+"""Runs from a recipe to weights: models, edits, tasks, folders."""
+
+import json
+import tomllib
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import wellposed as wp
+from short_runs import TINY, recipe, run, weights
+from wellposed.train import Recipe, fit
+from wellposed.train.report import read_run
+
+SMALL_MODELS = {
+    "vit_tiny_patch16_224": TINY,
+    "deit_tiny_distilled_patch16_224": TINY,
+    "swin_tiny_patch4_window7_224": {"depths": [1, 1], "embed_dim": 16, "num_heads": [1, 2]},
+    "cait_xxs24_224": {"depth": 2, "embed_dim": 32, "num_heads": 2},
+    "pvt_v2_b0": {"depths": [1, 1, 1, 1], "embed_dims": [8, 8, 16, 16], "num_heads": [1, 1, 2, 2]},
+    "convmixer_768_32": {},
+}
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """Two classes of 32 x 32 pictures that differ in their colour."""
+    folder = tmp_path_factory.mktemp("photographs")
+    generator = np.random.default_rng(0)
+    for label, colour in (("red", 0), ("blue", 2)):
+        (folder / label).mkdir()
+        for index in range(24):
+            pixels = generator.integers(0, 120, (32, 32, 3), dtype=np.uint8)
+            pixels[..., colour] += 100
+            Image.fromarray(pixels).save(folder / label / f"{index}.png")
+    return folder
+
+
+@pytest.mark.parametrize("model", SMALL_MODELS)
+def test_models_of_every_kind_train(model, photographs, tmp_path) -> None:
+    options = SMALL_MODELS[model]
+    result = run(
+        tmp_path, data=str(photographs), limit=16, holdout=0.34, model=model, model_options=options, epochs=2
+    )
+    assert result.status == "finished"
+    config = json.loads((tmp_path / "best" / "config.json").read_text())
+    built = timm.create_model(model, **config["model_args"])
+    built.load_state_dict(load_file(tmp_path / "best" / "model.safetensors"))
+    assert built.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 2)
+
+
+def test_what_was_left_open_stands_in_the_folder(photographs, tmp_path) -> None:
+    run(tmp_path, data=str(photographs), limit=None, model="vit_tiny_patch16_224", graying="dct", epochs=1)
+    written = tomllib.loads((tmp_path / "recipe.toml").read_text())
+    expected = {"image_size": 32, "patch_size": 4, "eps": 0.95, "flip": 0.5, "crop_padding": 4}
+    assert {name: written[name] for name in expected} == expected
+    assert written["lr"] == pytest.approx(3e-3)
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    again = Recipe.from_mapping(written)
+    assert fit(again, out=tmp_path, quiet=True).status == "finished"  # the same run: finished already
+
+
+def test_edits_of_the_recipe_are_in_the_model(tmp_path) -> None:
+    fields = {
+        "graying": "svd",
+        "gray_where": "blocks",
+        "gray_blocks": "0,1",
+        "eps_per_block": (0.5, 0.8),
+        "broadcast": "cb_s",
+        "broadcast_where": "attention.end",
+        "broadcast_blocks": "1",
+        "remove_skips": "ffn",
+        "skip_blocks": "0",
+        "init": "xavier",
+    }
+    run(tmp_path, **fields, epochs=1)
+    config = json.loads((tmp_path / "last" / "config.json").read_text())
+    edits = config["wellposed"]["edits"]
+    assert sorted((edit["kind"], edit["where"], edit["block"]) for edit in edits) == [
+        ("broadcast_context", "attention.end", 1),
+        ("gray_tokens", "blocks", 0),
+        ("gray_tokens", "blocks", 1),
+        ("remove_skips", "ffn", 0),
+    ]
+    assert [edit["detail"] for edit in edits if edit["kind"] == "gray_tokens"] == [
+        "TokenGraying(eps=0.5, method='svd')",
+        "TokenGraying(eps=0.8, method='svd')",
+    ]
+
+
+def test_eps_follows_its_schedule(tmp_path, monkeypatch) -> None:
+    seen = []
+    forward = wp.nn.TokenGraying.forward
+
+    def watching(self, x):
+        if self.training:
+            seen.append(self.eps)
+        return forward(self, x)
+
+    monkeypatch.setattr(wp.nn.TokenGraying, "forward", watching)
+    run(tmp_path, graying="dct", eps=0.5, eps_end=1.0, epochs=1)
+    assert seen == pytest.approx([0.5, 0.5 + 1 / 6, 0.5 + 2 / 6, 1.0])
+
+
+def test_xavier_is_another_start(tmp_path) -> None:
+    from wellposed.train.model import build_model
+    from wellposed.train.resolve import resolve
+    from wellposed.train.data import open_data
+
+    data = open_data("digits")
+    models = {
+        init: build_model(resolve(recipe(init=init), data), 10, 1).model for init in ("timm", "xavier")
+    }
+    weight = models["xavier"].blocks[0].mlp.fc1.weight
+    bound = (6 / sum(weight.shape)) ** 0.5
+    assert 0.9 * bound < weight.abs().max() <= bound
+    assert not torch.equal(weight, models["timm"].blocks[0].mlp.fc1.weight)
+    # What is no linear layer stays as it was.
+    assert torch.equal(models["xavier"].patch_embed.proj.weight, models["timm"].patch_embed.proj.weight)
+
+
+def test_pretraining_then_fine_tuning_and_a_probe(tmp_path) -> None:
+    small = {"mask_ratio": 0.5, "decoder_depth": 1, "monitor_every": 4, "image_size": 8, "patch_size": 2}
+    edit = {"graying": "dct", "gray_where": "blocks", "gray_blocks": "0"}
+    result = run(tmp_path / "mae", task="mae", **small, **edit)
+    assert result.status == "finished"
+    assert result.accuracy is None
+    assert result.summary["test"]["loss"] > 0
+    assert Image.open(tmp_path / "mae" / "reconstruction.png").size[0] > 8
+    measured = [line for line in read_run(tmp_path / "mae") if line["event"] == "monitor"]
+    assert {key for key in measured[0] if key.startswith("kappa") and key.endswith("input")} == {
+        "kappa/0/input",
+        "kappa/1/input",
+    }
+    encoder = load_file(tmp_path / "mae" / "last" / "model.safetensors")
+
+    tuned = run(tmp_path / "tuned", start_from=str(tmp_path / "mae"), layer_decay=0.7, epochs=1)
+    assert tuned.status == "finished"
+    said = " ".join(line["text"] for line in read_run(tmp_path / "tuned") if line["event"] == "note")
+    assert "Weights from" in said
+
+    probed = run(tmp_path / "probe", task="probe", start_from=str(tmp_path / "mae" / "last"), drop_path=0.5)
+    assert probed.accuracy is not None
+    trained = load_file(tmp_path / "probe" / "last" / "model.safetensors")
+    trunk = [name for name in trained if not name.startswith("head.")]
+    assert all(torch.equal(trained[name], encoder[name]) for name in trunk)
+    assert not torch.equal(trained["head.weight"], encoder["head.weight"])
+
+
+def test_the_monitor_changes_nothing(tmp_path) -> None:
+    run(tmp_path / "with", monitor_every=2, drop_path=0.3)
+    run(tmp_path / "without", monitor_every=0, drop_path=0.3)
+    a, b = weights(tmp_path / "with"), weights(tmp_path / "without")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    measured = [line for line in read_run(tmp_path / "with") if line["event"] == "monitor"]
+    assert [line["update"] for line in measured] == [0, 2, 4, 6, 8, 10, 12]
+    assert measured[-1]["entropy/mean"] <= 1
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path) -> None:
+    run(tmp_path, epochs=1)
+    with pytest.raises(ValueError, match=r"another recipe \(batch_size 16 there, 32 now\)"):
+        run(tmp_path, epochs=1, batch_size=32)
+    assert run(tmp_path, epochs=1, workers=0, log_every=7).status == "finished"
+    result = fit(recipe(epochs=1, batch_size=32), out=tmp_path, overwrite=True, quiet=True)
+    assert result.summary["updates"] == 2
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("years")
+    with pytest.raises(ValueError, match=r"holds 'thesis.tex' and no recipe.toml"):
+        fit(recipe(), out=tmp_path / "other", overwrite=True, quiet=True)
+    assert (tmp_path / "other" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": "vit_tinny_patch16_224"}, "vit_tiny_patch16_224"),
+        ({"model": "resnet18", "model_options": {}, "graying": "dct", "image_size": 32}, "block"),
+        ({"remove_skips": "attention", "skip_blocks": "7"}, "7"),
+        ({"optimizer": "adammw"}, "did you mean 'adamw'"),
+        ({"schedule": "plateau"}, "schedule must be one of timm's"),
+        ({"warmup_epochs": 3.0}, "warmup_epochs must be less than epochs"),
+        ({"data": "nowhere"}, "nowhere"),
+        ({"batch_size": 65}, "batch_size"),
+        ({"eps_per_block": (0.5,), "graying": "dct", "gray_where": "blocks"}, "one value for each of the 2"),
+        ({"task": "mae", "model": "swin_tiny_patch4_window7_224", "model_options": {}}, "needs a plain ViT"),
+        ({"model_options": {"widht": 3}}, "widht"),
+        ({"device": "tpu"}, "device must be cpu or cuda"),
+        ({"trackers": ("tensorbord",)}, "did you mean 'tensorboard'"),
+        ({"task": "mae", "layer_decay": 0.5}, "layer_decay is for fine-tuning"),
+        ({"start_from": "nothing.safetensors"}, "nothing.safetensors"),
+    ],
+)
+def test_bad_input_is_told_before_a_folder_is_made(fields, message, tmp_path) -> None:
+    with pytest.raises((ValueError, TypeError, IndexError, OSError), match=message):
+        run(tmp_path / "run", **fields)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_pickle_is_refused_and_does_not_run(tmp_path) -> None:
+    import os
+    import pickle
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'ran'}",)
+
+    for name in ("weights.pt", "weights.safetensors"):
+        (tmp_path / name).write_bytes(pickle.dumps(Evil()))
+        with pytest.raises(ValueError, match="weights"):
+            run(tmp_path / "run", start_from=str(tmp_path / name))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_digits_by_default(tmp_path) -> None:
+    """The default recipe, but for the tracker: over 95% of the test images."""
+    result = fit(Recipe(trackers=(), device="cpu"), out=tmp_path, quiet=True)
+    assert result.summary["about"]["test_images"] == 400
+    assert result.accuracy is not None
+    assert result.accuracy > 0.95

@@ -1,0 +1,158 @@
+"""A recipe's fields as options of the command."""
+
+import dataclasses
+import tomllib
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from wellposed.cli import app
+from wellposed.train.options import assignments, parse, values
+from wellposed.train.recipe import Recipe
+from wellposed.train.recipe_file import combine
+
+FIELDS = [field for field in dataclasses.fields(Recipe) if field.name != "model_options"]
+
+
+def as_text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def train(*arguments: object):
+    return CliRunner().invoke(app, ["train", *map(str, arguments)], env={"COLUMNS": "400"})
+
+
+def dry_run(*arguments: object) -> Recipe:
+    result = train(*arguments, "--dry-run")
+    assert result.exit_code == 0, result.output
+    return combine(tomllib.loads(result.output), {})
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_the_text_of_a_default_is_the_default(field) -> None:
+    assert parse(field.name, as_text(field.default)) == field.default
+
+
+def test_help_shows_every_field_with_its_choices_and_default() -> None:
+    help_text = train("--help").output
+    lines = {line.split()[1]: line for line in help_text.splitlines() if line.startswith("│ --")}
+    for field in FIELDS:
+        line = lines["--" + field.name.replace("_", "-")]
+        assert field.metadata["help"] in line
+        if field.default is not None:
+            assert f"[default: {as_text(field.default)}]" in line
+        if isinstance(field.default, bool):
+            assert "--no-" + field.name.replace("_", "-") in line
+    assert "[svd|dct|spectral]" in lines["--graying"]
+    assert "KEY=VALUE" in lines["--model-option"]
+    for group in {field.metadata["group"] for field in FIELDS}:
+        assert f"─ {group} ─" in help_text
+
+
+def test_every_kind_of_option() -> None:
+    recipe = dry_run(
+        *("--batch-size", 128, "--lr", "1e-4", "--data", "cifar10:DIR", "--graying", "dct"),
+        *("--gray-where", "blocks", "--gray-blocks", "0,2-3", "--eps-per-block", "0.5, 0.6,0.7"),
+        *("--no-compile", "--skip-unreadable", "--clip-grad", "none", "--trackers", "tensorboard,wandb"),
+        *("--model-option", "depth=6", "--model-option", "global_pool=avg", "--model-option", "a='b c'"),
+        *("--model-option", "depths=[2, 2]", "--model-option", "qk_norm = true"),
+    )
+    assert recipe == Recipe(
+        batch_size=128,
+        lr=1e-4,
+        data="cifar10:DIR",
+        graying="dct",
+        gray_where="blocks",
+        gray_blocks="0,2-3",
+        eps_per_block=(0.5, 0.6, 0.7),
+        compile=False,
+        skip_unreadable=True,
+        clip_grad=None,
+        trackers=("tensorboard", "wandb"),
+        model_options={"depth": 6, "global_pool": "avg", "a": "b c", "depths": [2, 2], "qk_norm": True},
+    )
+
+
+def test_only_what_was_given_goes_over_the_file(tmp_path) -> None:
+    file = tmp_path / "mine.yaml"
+    # Each value differs from the default, so that a flag's own default would show.
+    own = Recipe(
+        epochs=7,
+        lr=0.5,
+        compile=True,
+        trackers=(),
+        graying="svd",
+        task="mae",
+        model="vit_tiny_patch16_224",
+        skip_unreadable=True,
+        model_options={"depth": 2},
+    )
+    file.write_text(yaml.safe_dump(own.to_mapping()))
+    assert dry_run(file) == own
+    changed = dataclasses.replace(own, lr=0.25, graying=None)
+    assert dry_run(file, "--lr", 0.25, "--graying", "none") == changed
+    changed = dataclasses.replace(own, compile=False, model_options={"depth": 2, "num_heads": 4})
+    assert dry_run(file, "--no-compile", "--model-option", "num_heads=4") == changed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--epochs", "many"], "epochs must be a whole number, got 'many'."),
+        (["--epochs", "1.5"], "epochs must be a whole number, got '1.5'."),
+        (["--lr", "-1"], "lr must be positive, got -1.0."),
+        (["--min-lr", "none"], "min_lr must be a number, got 'none'."),
+        (["--graying", "dtc"], "did you mean 'dct'?"),
+        (["--eps", "0.5"], "eps does nothing alone; add graying"),
+        (["--eps-per-block", "0.5,x"], "eps_per_block[1] must be a number, got 'x'."),
+        (["--model-option", "depth"], "must be key=value"),
+        (["--model-option", "depth=6x 7"], "the model option depth must be a value such as 6"),
+        (["--model-option", "depth=6\nwidth = 3"], "the model option depth must be a value such as 6"),
+        (["no.toml"], "there is no recipe no.toml"),
+    ],
+)
+def test_mistakes_are_one_message(arguments, says) -> None:
+    result = train(*arguments, "--dry-run")
+    assert result.exit_code == 1
+    assert says in result.output
+    assert "Traceback" not in result.output
+
+
+def test_an_unknown_flag_is_told_with_the_nearest() -> None:
+    result = train("--epoch", 3)
+    assert result.exit_code == 2
+    assert "--epochs" in result.output
+
+
+def test_assignments() -> None:
+    texts = ["lr=0.1", "compile=false", "trackers=none", "batch-size = 8", "data=a=b", "clip_grad=none"]
+    assert assignments([*texts, "model_options.depth=6", "model_options.x='a.b=c'"]) == {
+        "lr": 0.1,
+        "compile": False,
+        "trackers": (),
+        "batch_size": 8,
+        "data": "a=b",
+        "clip_grad": None,
+        "model_options": {"depth": 6, "x": "a.b=c"},
+    }
+    assert assignments([]) == {} == values({})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("lr", "expected field=value"),
+        ("epoch=3", "'epoch=3' has an unknown field 'epoch'; did you mean 'epochs'?"),
+        ("epochs=0", "at least 1"),
+        ("compile=maybe", "compile must be true or false, got 'maybe'"),
+        ("model_options=3", "such as model_options.depth=6"),
+        ("model_options.=3", "must be key=value"),
+    ],
+)
+def test_wrong_assignments(text, says) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        assignments([text])
+    assert says in str(caught.value)

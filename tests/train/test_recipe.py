@@ -1,0 +1,142 @@
+"""The recipe as a value: types, ranges, fields that go together, and what messages say."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wellposed.train.recipe import Recipe, field_types
+from wellposed.train.recipe_checks import RANGES
+from wellposed.train.recipe_values import kind_of
+
+
+def test_every_field_has_a_default_a_help_and_a_group() -> None:
+    fields = dataclasses.fields(Recipe)
+    assert all(field.metadata["help"] and field.metadata["group"] for field in fields)
+    # A group is one run of fields, so that a file and the help show it once.
+    groups = [group for group, _ in itertools.groupby(field.metadata["group"] for field in fields)]
+    assert len(groups) == len(set(groups))
+    assert Recipe() == Recipe()
+
+
+def test_every_number_has_a_range() -> None:
+    numbers = {name for name, hint in field_types().items() if kind_of(hint)[0] in (int, float)}
+    assert numbers | {"eps_per_block"} == set(RANGES)
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad", "words"),
+    [
+        ("epochs", 1, 0, "at least 1"),
+        ("seed", 0, -1, "at least 0"),
+        ("flip", 1.0, 1.01, "in [0, 1]"),
+        ("crop_scale", 1.0, 0.0, "in (0, 1]"),
+        ("holdout", 0.99, 1.0, "in (0, 1)"),
+        ("lr", 1e-9, 0.0, "positive"),
+        ("lr", 1.0, float("inf"), "positive"),
+        ("weight_decay", 0.0, float("nan"), "at least 0"),
+    ],
+)
+def test_ranges(field, good, bad, words) -> None:
+    assert getattr(Recipe(**{field: good}), field) == good
+    with pytest.raises(ValueError, match=field) as caught:
+        Recipe(**{field: bad})
+    assert str(caught.value) == f"{field} must be {words}, got {bad}."
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "says"),
+    [
+        ({"epochs": 2.5}, TypeError, "epochs must be a whole number, got 2.5."),
+        ({"epochs": True}, TypeError, "epochs must be a whole number, got True."),
+        ({"lr": "fast"}, TypeError, "lr must be a number, got 'fast'."),
+        ({"min_lr": None}, TypeError, "min_lr must be a number, got None."),
+        ({"compile": 1}, TypeError, "compile must be true or false, got 1."),
+        ({"data": 3}, TypeError, "data must be a text, got 3."),
+        ({"trackers": "wandb"}, TypeError, "trackers must be a list, got 'wandb'."),
+        ({"trackers": ["wandb", 1]}, TypeError, "trackers[1] must be a text, got 1."),
+        ({"model_options": 3}, TypeError, "model_options must be a table of options, got 3."),
+        ({"model_options": {3: 3}}, TypeError, "texts for keys, got 3."),
+        ({"model_options": {"norm": [None]}}, TypeError, "model_options.norm[0] must be"),
+        ({"precision": "fp16"}, ValueError, "one of fp32, bf16, got 'fp16'; did you mean"),
+        ({"skip_blocks": "3-1", "remove_skips": "ffn"}, ValueError, "skip_blocks must be indices"),
+        ({"graying": "dct", "gray_where": "blocks", "eps_per_block": (0.5, 2.0)}, ValueError, "got 2.0."),
+    ],
+)
+def test_wrong_values(values, error, says) -> None:
+    with pytest.raises(error) as caught:
+        Recipe(**values)
+    assert says in str(caught.value)
+
+
+BLOCKS = {"graying": "svd", "gray_where": "blocks"}
+
+
+@pytest.mark.parametrize(
+    ("values", "missing"),
+    [
+        ({"eps": 0.5}, {"graying": "svd"}),
+        ({"eps_end": 0.5}, {"graying": "svd"}),
+        ({"gray_blocks": "0"}, BLOCKS),
+        ({"eps_per_block": (0.5,)}, BLOCKS),
+        ({"broadcast_blocks": "0"}, {"broadcast": "cb"}),
+        ({"skip_blocks": "0"}, {"remove_skips": "ffn"}),
+        ({"task": "probe"}, {"start_from": "runs/mae"}),
+    ],
+)
+def test_fields_that_need_others(values, missing) -> None:
+    with pytest.raises(ValueError, match="add " + next(iter(missing))):
+        Recipe(**values)
+    Recipe(**values, **missing)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({**BLOCKS, "eps": 0.5, "eps_per_block": (0.5,)}, "got both"),
+        ({**BLOCKS, "gray_blocks": "0-2", "eps_per_block": (0.5, 0.6)}, "2 powers for 3 blocks"),
+        ({"task": "mae", "mixup": 0.2}, "no labels to mix"),
+        ({"batch_size": 10, "accumulate": 3}, "multiple of accumulate, got 10 and 3"),
+    ],
+)
+def test_fields_that_exclude_others(values, says) -> None:
+    with pytest.raises(ValueError, match=says):
+        Recipe(**values)
+
+
+def test_values_take_the_fields_type() -> None:
+    recipe = Recipe(
+        lr=1, epochs=np.int64(3), data=Path("images"), trackers=["wandb"], model_options={"depths": (2, 2)}
+    )
+    assert (recipe.lr, type(recipe.lr)) == (1.0, float)
+    assert (recipe.epochs, type(recipe.epochs)) == (3, int)
+    assert (recipe.data, recipe.trackers) == ("images", ("wandb",))
+    assert recipe.model_options == {"depths": [2, 2]}
+
+
+def test_the_word_for_none() -> None:
+    recipe = Recipe(clip_grad="none", graying="none", trackers="none")
+    assert (recipe.clip_grad, recipe.graying, recipe.trackers) == (None, None, ())
+    # The default of clip_grad is a number, so it must be told; that of graying need not.
+    assert recipe.to_mapping()["clip_grad"] == "none"
+    assert "graying" not in recipe.to_mapping()
+    assert Recipe.from_mapping(recipe.to_mapping()) == recipe
+
+
+def test_an_unknown_field_is_told_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="mine has an unknown field 'batchsize'; did you mean 'batch_size'"):
+        Recipe.from_mapping({"batchsize": 3}, "mine")
+    with pytest.raises(ValueError, match=r"unknown field 'qqq'\."):
+        Recipe.from_mapping({"qqq": 3})
+
+
+def test_recipes_do_not_share_their_options() -> None:
+    given = {"depth": 3}
+    recipe = Recipe(model_options=given)
+    given["depth"] = 4
+    assert recipe.model_options == {"depth": 3}
+    assert Recipe().model_options is not Recipe().model_options
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.epochs = 3  # type: ignore[misc]

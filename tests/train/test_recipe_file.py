@@ -1,0 +1,159 @@
+"""Recipes as files."""
+
+import os
+import tempfile
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wellposed.train.recipe import Recipe
+from wellposed.train.recipe_file import combine, read_recipe, recipe_text, write_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+FILES = sorted(RECIPES.rglob("*.toml"))
+
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+shares = st.floats(0, 1, exclude_min=True)
+plain = st.recursive(
+    st.text() | st.integers() | numbers | st.booleans(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+recipes = st.builds(
+    Recipe,
+    data=st.text(),
+    model=st.text(),
+    model_options=st.dictionaries(st.text(), plain, max_size=4),
+    start_from=st.none() | st.text(),
+    graying=st.just("svd"),
+    gray_where=st.just("blocks"),
+    eps_per_block=st.none() | st.lists(shares, max_size=4),
+    lr=st.floats(0, exclude_min=True, allow_infinity=False),
+    weight_decay=st.floats(0, allow_infinity=False),
+    clip_grad=st.none() | shares,
+    limit=st.none() | st.integers(min_value=1),
+    compile=st.none() | st.booleans(),
+    trackers=st.lists(st.text(), max_size=3),
+    seed=st.integers(min_value=0),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(recipes)
+def test_written_then_read_is_the_same_recipe(recipe: Recipe) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.toml"
+        write_recipe(recipe, path)
+        assert combine(read_recipe(path), {}) == recipe
+        assert [file.name for file in Path(folder).iterdir()] == ["recipe.toml"]
+    assert Recipe.from_mapping(recipe.to_mapping()) == recipe
+
+
+def test_text_has_the_groups_and_the_options_last() -> None:
+    text = recipe_text(Recipe(model_options={"depth": 6}, lr=0.1))
+    assert text.index("# Data") < text.index("# Optimizer") < text.index("\nlr = 0.1\n")
+    assert text.endswith("\n[model_options]\ndepth = 6\n")
+    assert "eps =" not in text
+
+
+def test_yaml_gives_what_toml_gives(tmp_path) -> None:
+    recipe = Recipe(lr=1e-4, eps=0.5, graying="svd", model_options={"depths": [2, 2]}, clip_grad=None)
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(recipe.to_mapping()))
+    assert combine(read_recipe(tmp_path / "a.yaml"), {}) == recipe
+    # YAML 1.1 takes a number without a point for a text.
+    (tmp_path / "b.yml").write_text(
+        "lr: 1e-3\nmin_lr: 2.5e-6\nflip: null\nweight_decay: 1E-2\ndata: 1e-3.x\n"
+    )
+    expected = {"lr": 1e-3, "min_lr": 2.5e-6, "flip": None, "weight_decay": 0.01, "data": "1e-3.x"}
+    assert read_recipe(tmp_path / "b.yml") == expected
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert read_recipe(tmp_path / "empty.yaml") == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "says"),
+    [
+        ("a.toml", "epoch = 3", ValueError, "unknown field 'epoch'; did you mean 'epochs'?"),
+        ("a.yaml", "epoch: 3", ValueError, "unknown field 'epoch'; did you mean 'epochs'?"),
+        ("a.toml", "lr = 'big'", TypeError, "lr must be a number, got 'big'."),
+        ("a.toml", "lr = -1", ValueError, "lr must be positive, got -1.0."),
+        ("a.toml", "[optimizer]\nlr = 1", TypeError, "optimizer must be a text, got {'lr': 1}"),
+        ("a.toml", "data = 2024-01-01", TypeError, "data must be a text"),
+        ("a.toml", "seed = 1\nlr = = 2", ValueError, "line 2"),
+        ("a.toml", "seed = 1\nlr =", ValueError, "line 2"),
+        ("a.toml", "seed = 1\nseed = 2\n", ValueError, "is not valid TOML"),
+        ("a.yaml", "seed: 1\nlr: [1, 2\n", ValueError, "line 3"),
+        ("a.yaml", "seed: 1\nseed: 2\n", ValueError, "'seed' is given twice (at line 2, column 1)"),
+        ("a.yaml", "seed: !!python/object/apply:os.getpid []", ValueError, "is not valid YAML"),
+        ("a.yaml", "? [a]\n: 1\n", ValueError, "is not valid YAML"),
+        ("a.yaml", "seed: 1\ndata: 2024-13-45", ValueError, "is not valid YAML: month must be"),
+        ("a.yaml", "- seed", ValueError, "must hold fields such as 'epochs: 30', got ['seed']"),
+        ("a.yaml", "on: 1", ValueError, "must hold fields"),
+        ("a.json", "{}", ValueError, "must end in .toml, .yaml, .yml"),
+        ("a.toml", b"data = 1\nmodel = '\xff'", ValueError, "in line 2"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, name, content, error, says) -> None:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(error) as caught:
+        read_recipe(path)
+    assert str(path) in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_no_file(tmp_path) -> None:
+    (tmp_path / "digits.toml").touch()
+    with pytest.raises(FileNotFoundError, match=r"no recipe .*digit\.toml; did you mean 'digits\.toml'\?"):
+        read_recipe(tmp_path / "digit.toml")
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        read_recipe(tmp_path)
+
+
+def test_flags_go_over_the_file() -> None:
+    file = {"lr": 0.1, "graying": "dct", "model_options": {"depth": 6, "num_heads": 3}}
+    recipe = combine(file, {"lr": 0.2, "graying": None, "model_options": {"depth": 2}})
+    assert (recipe.lr, recipe.graying) == (0.2, None)
+    assert recipe.model_options == {"depth": 2, "num_heads": 3}
+    assert file["model_options"] == {"depth": 6, "num_heads": 3}
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "recipe.toml"
+    write_recipe(Recipe(epochs=1), path)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_recipe(Recipe(epochs=2), path)
+    assert read_recipe(path)["epochs"] == 1
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(ValueError, match="UTF-8"):
+        write_recipe(Recipe(data="\udcff"), path)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(RECIPES)))
+def test_our_recipes_are_read_and_say_what_they_are(file) -> None:
+    assert file.read_text().startswith("# ")
+    recipe = combine(read_recipe(file), {"data": "cifar10:DIR"})
+    edits = [recipe.graying, recipe.broadcast, recipe.remove_skips]
+    assert (file.stem in ("baseline", "digits", "cifar10-vit-tiny")) == (edits == [None] * 3)
+
+
+def test_our_recipes() -> None:
+    assert combine(read_recipe(RECIPES / "digits.toml"), {}) == Recipe()
+    names = {str(file.relative_to(RECIPES).with_suffix("")) for file in FILES}
+    ablations = {"skip-ablation/no-attention-skips", "skip-ablation/no-ffn-skips", "skip-ablation/baseline"}
+    assert ablations <= names
+    for folder in ("skip-ablation", "graying", "broadcasting"):
+        # Within a folder nothing but the edit differs.
+        files = [tomllib.loads(file.read_text()) for file in (RECIPES / folder).glob("*.toml")]
+        edit = {"remove_skips", "graying", "eps", "broadcast"}
+        assert len({str({k: v for k, v in values.items() if k not in edit}) for values in files}) == 1
+        assert len(files) == 3

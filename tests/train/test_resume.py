@@ -1,0 +1,131 @@
+"""An interrupted run ends bitwise equal to one that was not."""
+
+import json
+import multiprocessing
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from short_runs import assert_bitwise, recipe, run, signal_at, weights
+from wellposed.train import fit
+from wellposed.train.report import read_run
+
+# Everything that draws random numbers or keeps a state, at once.
+EVERYTHING = {
+    "mixup": 0.3,
+    "cutmix": 1.0,
+    "smoothing": 0.1,
+    "erase": 0.3,
+    "crop_padding": 1,
+    "flip": 0.5,
+    "drop_path": 0.2,
+    "ema": 0.9,
+    "graying": "dct",
+    "eps": 0.7,
+    "eps_end": 1.0,
+    "broadcast": "cb_s",
+}
+CASES = {
+    "on the device": {},
+    "streamed, no workers": {"placement": "stream", "workers": 0},
+    "streamed, two workers": {"placement": "stream", "workers": 2},
+    "accumulating": {"accumulate": 2, "optimizer": "lamb"},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=list(CASES))
+def whole(request, tmp_path_factory):
+    """(fields, folder of a run that was not interrupted)"""
+    fields = EVERYTHING | CASES[request.param]
+    folder = tmp_path_factory.mktemp("whole")
+    assert run(folder, **fields).status == "finished"
+    return fields, folder
+
+
+def test_terminated_in_the_middle_of_an_epoch(whole, tmp_path, monkeypatch) -> None:
+    fields, expected = whole
+    signal_at(monkeypatch, 6, signal.SIGTERM)
+    stopped = run(tmp_path, **fields)
+    assert stopped.status == "terminated"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000006"]
+    assert not (tmp_path / "last").exists()
+    assert run(tmp_path, **fields).status == "finished"
+    assert_bitwise(weights(tmp_path), weights(expected))
+    for name in ("best", "last"):
+        file = f"{name}/model.safetensors"
+        assert_bitwise(load_file(tmp_path / file), load_file(expected / file))
+    numbers = [
+        {key: line[key] for key in ("update", "loss", "accuracy")}
+        for folder in (tmp_path, expected)
+        for line in read_run(folder)
+        if line["event"] == "test"
+    ]
+    assert numbers[:3] == numbers[3:]
+
+
+def killed_at(folder, update, fields) -> None:
+    """A child process that is killed after an update, without a chance to save."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        signal_at(patch, update, signal.SIGKILL)
+        fit(recipe(**fields), out=folder, quiet=True)
+
+
+@pytest.mark.parametrize("update", [3, 7])
+def test_killed(tmp_path, update) -> None:
+    """Saved every two updates; with the update that was lost done again, all is as if nothing happened."""
+    fields = EVERYTHING | {"checkpoint_every": 2}
+    run(tmp_path / "whole", **fields)
+    child = multiprocessing.get_context("fork").Process(
+        target=killed_at, args=(tmp_path / "killed", update, fields)
+    )
+    child.start()
+    child.join(120)
+    assert child.exitcode == -signal.SIGKILL
+    assert run(tmp_path / "killed", **fields).status == "finished"
+    assert_bitwise(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
+    starts = [
+        json.loads(line)["update"]
+        for line in (tmp_path / "killed" / "run.jsonl").read_text().splitlines()
+        if json.loads(line)["event"] in ("start", "resume")
+    ]
+    assert starts == [0, update - 1]
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, monkeypatch) -> None:
+    fields = {"checkpoint_every": 2}
+    run(tmp_path / "whole", **fields)
+    signal_at(monkeypatch, 7, signal.SIGTERM)
+    run(tmp_path / "damaged", **fields)
+    newest = tmp_path / "damaged" / "checkpoints" / "update-00000007" / "optimizer.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert run(tmp_path / "damaged", **fields).status == "finished"
+    said = [line["text"] for line in read_run(tmp_path / "damaged") if line["event"] == "note"]
+    assert any("update-00000007 was passed over" in text and "optimizer.safetensors" in text for text in said)
+    assert "goes on at update 6 of 12." in said
+    assert_bitwise(weights(tmp_path / "damaged"), weights(tmp_path / "whole"))
+
+
+def test_seeds_and_the_order_of_the_images_matter(tmp_path) -> None:
+    """The equalities above are not those of a run that learns nothing."""
+    run(tmp_path / "a", epochs=1)
+    run(tmp_path / "b", epochs=1, seed=1)
+    a, b = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert not torch.equal(a["model/blocks.0.attn.qkv.weight"], b["model/blocks.0.attn.qkv.weight"])
+
+
+def test_the_callers_generators_stay_as_they_are(tmp_path) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    run(tmp_path, epochs=1, drop_path=0.5)
+    assert torch.equal(torch.get_rng_state(), before)
