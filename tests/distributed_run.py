@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import torch
-from short_runs import recipe
 
+from short_runs import recipe
 from wellposed.train import fit
 from wellposed.train.report import Reporter
 

@@ -51,7 +51,7 @@ def assert_bitwise(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def signal_at(monkeypatch: Any, update: int, number: signal.Signals) -> None:
-    """This process gets a signal once, after so many updates."""
+    """Send a signal to this process once, after so many updates."""
     advance, sent = Reporter.advance, []
 
     def advancing(self: Reporter, done: int) -> None:

@@ -33,7 +33,8 @@ def my_model(monkeypatch):
 
 @pytest.mark.usefixtures("my_model")
 @pytest.mark.parametrize("code", CODE)
-def test_block_runs(code: str) -> None:
+def test_block_runs(code: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
     exec(compile(code, "<documentation>", "exec"), {"__name__": "documentation"})
 
 

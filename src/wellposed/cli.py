@@ -111,8 +111,10 @@ def train(
             typer.echo(recipe_text(made), nl=False)
             return
         from wellposed.train import fit
+        from wellposed.train.launching import leave_processes
 
         result = fit(made, out=out, overwrite=overwrite)
+        leave_processes()
     raise typer.Exit(_EXIT_CODES[result.status])
 
 

@@ -1,4 +1,4 @@
-"""A small ViT on scikit-learn's digits, trained as it is and with each edit: what changes?
+"""A small ViT on handwritten digits, trained as it is and with each edit: what changes?
 
 Real images that come with a package, so it runs offline; the numbers are those of this run.
 """
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import wellposed as wp
 from wellposed.probes.summary import Sample, summarize
 from wellposed.records import Record
+from wellposed.train.data import Split, open_data
 
 PROBE_IMAGES = 128
 
@@ -54,20 +55,21 @@ VARIANTS: tuple[tuple[str, Callable[[nn.Module], object] | None], ...] = (
 
 
 def load_digits(seed: int) -> Digits:
-    try:
-        from sklearn.datasets import load_digits as load
-    except ImportError as error:
-        raise ImportError(
-            "the demo's images come with scikit-learn, which is not installed; "
-            "install it with: pip install 'wellposed[demo]'"
-        ) from error
-    data = load()
-    x = torch.from_numpy(data.images).float().unsqueeze(1)
-    x = (x - x.mean()) / x.std()
-    y = torch.from_numpy(data.target).long()
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    test, train = order[:400], order[400:]
-    return Digits(x[train], y[train], x[test], y[test])
+    data = open_data("digits", seed=seed)
+
+    def images(split: Split) -> Tensor:
+        assert split.pixels is not None
+        return torch.from_numpy(split.pixels.copy()).float().movedim(-1, 1)
+
+    train, test = images(data.train), images(data.test)
+    both = torch.cat([train, test])
+    mean, std = both.mean(), both.std()
+    return Digits(
+        (train - mean) / std,
+        torch.tensor(data.train.labels),
+        (test - mean) / std,
+        torch.tensor(data.test.labels),
+    )
 
 
 def build_model(seed: int) -> nn.Module:
@@ -162,7 +164,7 @@ def as_table(outcomes: list[Outcome], data: Digits, epochs: int, seed: int) -> T
     table = Table(
         title="A small ViT on handwritten digits, with and without each edit",
         caption=(
-            f"{len(data.train_x)} training and {len(data.test_x)} test images of scikit-learn's digits, "
+            f"{len(data.train_x)} training and {len(data.test_x)} test images of handwritten digits, "
             f"{epochs} epochs, one run, seed {seed}. kappa: condition number of the token matrix, median "
             f"over {PROBE_IMAGES} test images and all blocks, float64 SVD, after training; 'into block 0' "
             "are the tokens that the first block sees, the others are what a branch adds, without its skip. "

@@ -107,14 +107,12 @@ def test_eps_follows_its_schedule(tmp_path, monkeypatch) -> None:
 
 
 def test_xavier_is_another_start(tmp_path) -> None:
+    from wellposed.train.data import open_data
     from wellposed.train.model import build_model
     from wellposed.train.resolve import resolve
-    from wellposed.train.data import open_data
 
     data = open_data("digits")
-    models = {
-        init: build_model(resolve(recipe(init=init), data), 10, 1).model for init in ("timm", "xavier")
-    }
+    models = {init: build_model(resolve(recipe(init=init), data), 10, 1).model for init in ("timm", "xavier")}
     weight = models["xavier"].blocks[0].mlp.fc1.weight
     bound = (6 / sum(weight.shape)) ** 0.5
     assert 0.9 * bound < weight.abs().max() <= bound

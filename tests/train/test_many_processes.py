@@ -1,4 +1,4 @@
-"""Two processes equal one at the same global batch, replicated or sharded, also when one of them is killed."""
+"""Two processes equal one at the same global batch, replicated or sharded, also when one is killed."""
 
 import os
 import subprocess
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_run import FIELDS
 from safetensors.torch import load_file
 
+from distributed_run import FIELDS
 from short_runs import run
 from wellposed.train.report import read_run
 

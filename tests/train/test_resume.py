@@ -1,16 +1,20 @@
 """An interrupted run ends bitwise equal to one that was not."""
 
 import json
-import multiprocessing
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from short_runs import assert_bitwise, recipe, run, signal_at, weights
-from wellposed.train import fit
+from short_runs import assert_bitwise, run, signal_at, weights
 from wellposed.train.report import read_run
+
+TESTS = Path(__file__).parent.parent
 
 # Everything that draws random numbers or keeps a state, at once.
 EVERYTHING = {
@@ -73,12 +77,16 @@ def test_terminated_in_the_middle_of_an_epoch(whole, tmp_path, monkeypatch) -> N
     assert numbers[:3] == numbers[3:]
 
 
-def killed_at(folder, update, fields) -> None:
-    """A child process that is killed after an update, without a chance to save."""
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        signal_at(patch, update, signal.SIGKILL)
-        fit(recipe(**fields), out=folder, quiet=True)
+CHILD = """
+import json, signal, sys
+import pytest, torch
+from short_runs import run, signal_at
+
+folder, update, fields = sys.argv[1:]
+torch.set_num_threads(1)
+signal_at(pytest.MonkeyPatch(), int(update), signal.SIGKILL)
+run(folder, **json.loads(fields))
+"""
 
 
 @pytest.mark.parametrize("update", [3, 7])
@@ -86,12 +94,15 @@ def test_killed(tmp_path, update) -> None:
     """Saved every two updates; with the update that was lost done again, all is as if nothing happened."""
     fields = EVERYTHING | {"checkpoint_every": 2}
     run(tmp_path / "whole", **fields)
-    child = multiprocessing.get_context("fork").Process(
-        target=killed_at, args=(tmp_path / "killed", update, fields)
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, tmp_path / "killed", str(update), json.dumps(fields)],
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
-    child.start()
-    child.join(120)
-    assert child.exitcode == -signal.SIGKILL
+    assert child.returncode == -signal.SIGKILL, child.stderr[-2000:]
     assert run(tmp_path / "killed", **fields).status == "finished"
     assert_bitwise(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
     starts = [

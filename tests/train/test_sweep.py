@@ -312,7 +312,9 @@ def test_progress_reads_only_whole_lines(tmp_path) -> None:
 
 
 def child(name: str, state: str) -> Child:
-    made = Child(Run(name, name, Recipe(), Path("out") / name), Progress(Path("none")), state=state)
+    made = Child(
+        Run(name, name, Recipe(batch_size=64), Path("out") / name), Progress(Path("none")), state=state
+    )
     made.progress.update, made.progress.updates = 1000, 2500
     made.progress.rate, made.progress.accuracy = 960.0, 0.5
     return made

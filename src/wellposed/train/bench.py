@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from wellposed.text import aligned
@@ -31,6 +30,7 @@ from wellposed.train.monitoring import USUAL, paced
 from wellposed.train.recipe import Recipe
 from wellposed.train.resolve import resolve, resolve_for
 from wellposed.train.seeding import generators_kept
+from wellposed.train.setup import make_accelerator
 from wellposed.train.tasks import make_task
 
 WARM_UP = 12
@@ -115,11 +115,7 @@ def run(recipe: Recipe, *, updates: int = 50, rounds: int = 5) -> BenchResult:
         rounds: of each of the two.
     """
     with generators_kept(), tempfile.TemporaryDirectory() as folder:
-        if not torch.distributed.is_initialized():
-            AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = Accelerator(
-            cpu=recipe.device == "cpu", mixed_precision="bf16" if recipe.precision == "bf16" else "no"
-        )
+        accelerator = make_accelerator(recipe, [], folder)
         device = accelerator.device
         data = _random_data(recipe)
         recipe = resolve(replace(recipe, monitor_every=0), data)
@@ -187,7 +183,7 @@ def _loop(recipe: Recipe, data: ImageData, accelerator: Accelerator, folder: Pat
 
 
 def _trained(loop: Loop) -> Callable[[int], None]:
-    sums = Sums(torch.zeros(3, dtype=torch.float64, device=loop.device))
+    sums = Sums.empty(loop.device)
 
     def step(updates: int) -> None:
         start = loop.progress.update

@@ -8,45 +8,38 @@
     print(result.accuracy, result.folder)
 """
 
-import dataclasses
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from rich.console import Console
 from torch import Tensor
 
 from wellposed.surgery import edits as edits_of
-from wellposed.train.batches import EvalBatches, make_batches
-from wellposed.train.batches.checks import check_batch_size, check_images, check_share
+from wellposed.train.batches import EvalBatches, TrainBatches, make_batches
 from wellposed.train.batches.order import slot_positions
-from wellposed.train.batches.placement import choose_placement
 from wellposed.train.checkpoint import Store
 from wellposed.train.checkpoint.processes import from_first
-from wellposed.train.data import ImageData, open_data
 from wellposed.train.environment import environment
 from wellposed.train.export import export_weights
 from wellposed.train.folder_swap import recover
-from wellposed.train.loop import BestWeights, Loop, Status
+from wellposed.train.loop import Loop, Status
 from wellposed.train.mae import MaskedAutoencoder
-from wellposed.train.mae_check import check_mae, mae_warnings
+from wellposed.train.mae_check import mae_warnings
 from wellposed.train.mae_masks import mask_noise
 from wellposed.train.mae_picture import draw_reconstruction
-from wellposed.train.model import Built, build_model
 from wellposed.train.optimize import check_optimizer
 from wellposed.train.parallel import distribute
 from wellposed.train.recipe import Recipe
-from wellposed.train.report import Reporter, tracker_names
-from wellposed.train.resolve import resolve, resolve_for
+from wellposed.train.report import EndTable, Reporter, tracker_names
 from wellposed.train.run_folder import default_folder, open_folder, write_environment
+from wellposed.train.saving import Exporter, Weights
 from wellposed.train.seeding import generators_kept
+from wellposed.train.setup import Prepared, make_accelerator, prepare, with_placement
 from wellposed.train.signals import StopRequest
-from wellposed.train.tasks import make_task
+from wellposed.train.tasks import Task, make_task
 
 MONITOR_IMAGES = 4
 
@@ -89,108 +82,72 @@ def fit(
             goes on.
         overwrite: delete the run that is in the folder.
         quiet: print nothing.
-        console: to print on.
+        console: to print on; None is standard error.
     """
-    names = tracker_names(recipe)
+    console = Console(stderr=True, quiet=quiet) if console is None or quiet else console
+    trackers = tracker_names(recipe)
     check_optimizer(recipe)
     with generators_kept():
-        accelerator = _accelerator(recipe, names, out)
-        return _fit(recipe, accelerator, out, overwrite, quiet, console)
+        accelerator = make_accelerator(recipe, trackers, "runs" if out is None else out)
+        prepared = prepare(recipe, accelerator)
+        folder = default_folder(prepared.recipe) if out is None else Path(out)
+        return _run(prepared, accelerator, folder, overwrite, console)
 
 
-def _accelerator(recipe: Recipe, trackers: list[str], out: str | Path | None) -> Accelerator:
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise ValueError(
-            "sharding is a field of the recipe here: use --parallel fsdp2 and launch without --use_fsdp."
-        )
-    if not torch.distributed.is_initialized():
-        # Accelerate keeps the first accelerator's settings for the whole process.
-        AcceleratorState._reset_state(reset_partial_state=True)
-    if recipe.device not in (None, "cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, got {recipe.device!r}; a launcher chooses among GPUs.")
-    if recipe.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda needs a GPU that torch sees, there is none; use device=cpu.")
-    return Accelerator(
-        cpu=recipe.device == "cpu",
-        mixed_precision="bf16" if recipe.precision == "bf16" else "no",
-        log_with=trackers or None,
-        # The folder of a run without a given one is known later.
-        project_dir=str(out if out is not None else "runs"),
-    )
-
-
-def _fit(
-    recipe: Recipe,
-    accelerator: Accelerator,
-    out: str | Path | None,
-    overwrite: bool,
-    quiet: bool,
-    console: Console | None,
+def _run(
+    prepared: Prepared, accelerator: Accelerator, folder: Path, overwrite: bool, console: Console
 ) -> Result:
-    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-    if recipe.ema is not None and recipe.parallel == "fsdp2" and world > 1:
-        raise ValueError("ema keeps a whole copy of the model, got parallel=fsdp2; use ddp or leave it out.")
-    data = open_data(
-        recipe.data,
-        holdout=recipe.holdout,
-        seed=recipe.seed,
-        limit=recipe.limit,
-        skip_unreadable=recipe.skip_unreadable,
-    )
-    recipe = resolve(recipe, data)
-    if recipe.compile is None:
-        recipe = dataclasses.replace(recipe, compile=device.type == "cuda")
-    built = build_model(recipe, len(data.classes), data.channels)
-    recipe = resolve_for(recipe, built.model)
-    if recipe.task == "mae":
-        check_mae(built.model, recipe.mask_ratio)
-    assert recipe.image_size is not None
-    check_share(recipe, rank, world)
-    check_images(recipe, data, recipe.image_size, built.mean, built.std)
-    check_batch_size(recipe, len(data.train))
-    choose_placement(recipe, data, recipe.image_size, device)
-    folder = Path(out) if out is not None else default_folder(recipe)
-    done = from_first(lambda: _open(folder, recipe, overwrite, rank), device)
+    device, is_first = accelerator.device, accelerator.is_main_process
+    recipe = with_placement(prepared, folder, overwrite, device)
+    done = from_first(lambda: _open(folder, recipe, overwrite), device)
     if done is not None:
-        if rank == 0 and not quiet:
-            text = f"{folder} is finished already; --overwrite runs it again."
-            (console or Console(stderr=True)).print(text)
+        if is_first:
+            console.print(f"{folder} is finished already; --overwrite runs it again.")
         return _result("finished", folder, done)
 
     train, test = make_batches(
         recipe,
-        data,
-        image_size=recipe.image_size,
-        mean=built.mean,
-        std=built.std,
+        prepared.data,
+        image_size=prepared.size,
+        mean=prepared.built.mean,
+        std=prepared.built.std,
         device=device,
-        rank=rank,
-        world=world,
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
         compile=bool(recipe.compile),
     )
-    positions = torch.stack(
-        [
-            torch.from_numpy(
-                slot_positions(number * world + rank, world * recipe.accumulate, recipe.batch_size)
-            )
-            for number in range(recipe.accumulate)
-        ]
-    )
-    task = make_task(built.model, recipe, positions)
+    try:
+        return _train(recipe, prepared, accelerator, folder, train, test, console)
+    finally:
+        train.close()
+
+
+def _train(
+    recipe: Recipe,
+    prepared: Prepared,
+    accelerator: Accelerator,
+    folder: Path,
+    train: TrainBatches,
+    test: EvalBatches,
+    console: Console,
+) -> Result:
+    device, is_first = accelerator.device, accelerator.is_main_process
+    about = environment()
+    task = make_task(prepared.built.model, recipe, _positions(recipe, accelerator))
     task.module.to(device)
-    # The head's share of the images is asked for before anything is wrapped: every process has the same.
     images = _first_images(test) if recipe.monitor_every != 0 else None
     store = Store(folder / "checkpoints", recipe.keep)
-    about = environment()
-    exporter = _exporter(folder, recipe, built, data, about)
+    exporter = _exporter(folder, recipe, prepared, about)
     module = distribute(task.module, task.trunk, recipe, device)
     loop = Loop(recipe, task, module, train, test, accelerator, store, exporter, images)
-    checkpoint = store.newest() if rank == 0 else None
+    checkpoint = store.newest() if is_first else None
     found = from_first(lambda: checkpoint is not None, device)
-    loop.resume(checkpoint, found)
+    if found:
+        loop.resume(checkpoint)
 
     accelerator.project_configuration.project_dir = str(folder)
     accelerator.project_configuration.logging_dir = str(folder)
+    table = EndTable([])
     with (
         StopRequest() as stop,
         Reporter(
@@ -198,13 +155,14 @@ def _fit(
             recipe,
             updates=loop.updates,
             start=loop.progress.update,
-            main=rank == 0,
+            main=is_first,
             accelerator=accelerator if accelerator.log_with else None,
             console=console,
-            quiet=quiet,
-            about=_about(built, data, train.placement, device, world),
+            quiet=console.quiet,
+            about=_about(prepared, train, accelerator),
         ) as reporter,
     ):
+        built, data = prepared.built, prepared.data
         for sentence in [*data.notes, *built.notes, *mae_warnings(recipe), *store.passed_over, *train.notes]:
             reporter.say(sentence)
         if found:
@@ -212,26 +170,24 @@ def _fit(
         elif store.passed_over:
             reporter.say("no whole checkpoint is left; starts anew.")
         status = loop.run(reporter, stop)
-        last = loop.last_weights(None)
         if status == "finished":
-            if rank == 0:
+            last = loop.last_weights()
+            if is_first:
                 exporter("last", last)
-                if isinstance(task.module, MaskedAutoencoder) and images is not None:
-                    _draw(folder, task.module, images, recipe, built)
+                _draw(folder, task, images, recipe, prepared)
             reporter.event("finished", update=loop.updates)
         summary = reporter.write_result(about) | {"status": status}
         table = reporter.table()
-    if rank == 0 and not quiet:
-        (console or Console(stderr=True)).print(table)
-    train.close()
+    if is_first:
+        console.print(table)
     return _result(status, folder, summary)
 
 
-def _open(folder: Path, recipe: Recipe, overwrite: bool, rank: int) -> dict[str, Any] | None:
+def _open(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any] | None:
     done = open_folder(folder, recipe, overwrite)
     for name in ("best", "last"):
         recover(folder / name)
-    if done is None and rank == 0:
+    if done is None:
         write_environment(folder, environment())
     return done
 
@@ -246,17 +202,24 @@ def _result(status: Status, folder: Path, summary: dict[str, Any]) -> Result:
     return Result(status, folder, test.get("accuracy"), best_accuracy, summary)
 
 
+def _positions(recipe: Recipe, accelerator: Accelerator) -> Tensor:
+    """(passes, images of a pass): this process's positions in a batch."""
+    rank, world = accelerator.process_index, accelerator.num_processes
+    passes = [
+        slot_positions(number * world + rank, world * recipe.accumulate, recipe.batch_size)
+        for number in range(recipe.accumulate)
+    ]
+    return torch.stack([torch.from_numpy(positions) for positions in passes])
+
+
 def _first_images(test: EvalBatches) -> Tensor:
     return next(iter(test)).images[:MONITOR_IMAGES]
 
 
-def _exporter(
-    folder: Path, recipe: Recipe, built: Built, data: ImageData, about: dict[str, Any]
-) -> Callable[[str, BestWeights], None]:
-    assert recipe.image_size is not None
-    size = recipe.image_size
+def _exporter(folder: Path, recipe: Recipe, prepared: Prepared, about: dict[str, Any]) -> Exporter:
+    built, data = prepared.built, prepared.data
 
-    def export(name: str, weights: BestWeights) -> None:
+    def export(name: str, weights: Weights) -> None:
         export_weights(
             folder / name,
             weights.state,
@@ -265,7 +228,7 @@ def _exporter(
             classes=data.classes,
             mean=built.mean,
             std=built.std,
-            image_size=size,
+            image_size=prepared.size,
             accuracy=weights.accuracy,
             update=weights.update,
             edits=edits_of(built.model),
@@ -278,19 +241,26 @@ def _exporter(
     return export
 
 
-def _about(built: Built, data: ImageData, placement: str, device: torch.device, world: int) -> dict[str, Any]:
+def _about(prepared: Prepared, train: TrainBatches, accelerator: Accelerator) -> dict[str, Any]:
+    model, data = prepared.built.model, prepared.data
     return {
-        "parameters": sum(parameter.numel() for parameter in built.model.parameters()),
-        "edits": str(built.edits),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "edits": str(prepared.built.edits),
         "train_images": len(data.train),
         "test_images": len(data.test),
-        "placement": placement,
-        "device": str(device),
-        "processes": world,
+        "placement": train.placement,
+        "device": str(accelerator.device),
+        "processes": accelerator.num_processes,
     }
 
 
-def _draw(folder: Path, mae: MaskedAutoencoder, images: Tensor, recipe: Recipe, built: Built) -> None:
+def _draw(folder: Path, task: Task, images: Tensor | None, recipe: Recipe, prepared: Prepared) -> None:
+    """What a masked autoencoder sees and what it makes of it, unless its weights are in pieces."""
+    mae = task.module
+    is_whole = recipe.parallel == "ddp"
+    if not isinstance(mae, MaskedAutoencoder) or images is None or not is_whole:
+        return
     noise = mask_noise(recipe.seed, 0, len(images), mae.tokens, split="test").to(images.device)
     mae.eval()
+    built = prepared.built
     draw_reconstruction(mae, images, noise, built.mean, built.std).save(folder / "reconstruction.png")

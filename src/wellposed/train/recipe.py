@@ -47,8 +47,7 @@ class Recipe:
         "digits, cifar10:DIR, cifar100:DIR, fashion-mnist:DIR, a folder, hf:NAME_OR_PARQUET, wds:SHARDS "
         "or packed:FILE.npz")
     placement: Placement = _field("auto", "Data",
-        "device: decode once and keep on the device; stream: decode in workers; auto: device if it fits",
-        free=True)
+        "device: decode once and keep on the device; stream: decode in workers; auto: device if it fits")
     workers: int = _field(2, "Data",
         "processes that decode streamed images; 0 decodes in the training process", free=True)
     limit: int | None = _field(None, "Data", "train on this many images only")
@@ -89,7 +88,7 @@ class Recipe:
         "indices of the blocks that lose them, such as 0,3,8-11 [default: all]")
 
     epochs: int = _field(50, "Optimizer", "passes over the training images")
-    batch_size: int = _field(64, "Optimizer", "images in one update, over all processes")
+    batch_size: int = _field(128, "Optimizer", "images in one update, over all processes")
     accumulate: int = _field(1, "Optimizer", "passes that one update is split into")
     optimizer: str = _field("adamw", "Optimizer", "a name of timm's optimizers")
     lr: float | None = _field(None, "Optimizer",
@@ -103,7 +102,7 @@ class Recipe:
         "linear warm-up [default: a tenth of the epochs, at most 5]")
     min_lr: float = _field(1e-5, "Optimizer", "lowest learning rate")
     clip_grad: float | None = _field(1.0, "Optimizer", "largest norm of the gradient")
-    smoothing: float = _field(0.0, "Optimizer", "label smoothing")
+    smoothing: float = _field(0.1, "Optimizer", "label smoothing")
     ema: float | None = _field(None, "Optimizer",
         "decay of an exponential moving average of the weights, evaluated beside them")
 
@@ -119,7 +118,8 @@ class Recipe:
     color_jitter: float = _field(0.0, "Augmentation",
         "strength of random brightness, contrast and saturation")
     erase: float = _field(0.0, "Augmentation", "probability of erasing a rectangle")
-    mixup: float = _field(0.0, "Augmentation", "alpha of mixup, 0 for none")
+    mixup: float | None = _field(None, "Augmentation",
+        "alpha of mixup, 0 for none [default: 0.2 to classify, else 0]")
     cutmix: float = _field(0.0, "Augmentation", "alpha of CutMix, 0 for none")
 
     mask_ratio: float = _field(0.75, "MAE", "share of the patches that are hidden")

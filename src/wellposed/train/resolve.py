@@ -35,6 +35,9 @@ def resolve(recipe: Recipe, data: ImageData) -> Recipe:
     if recipe.crop_padding is None:
         is_cropped = recipe.crop_scale is not None or "crop_scale" in chosen
         chosen["crop_padding"] = size // 8 if TINY <= size <= SMALL and not is_cropped else 0
+    if recipe.mixup is None:
+        # A linear probe has few weights; mixed images would only slow it.
+        chosen["mixup"] = 0.2 if recipe.task == "classify" else 0.0
     if recipe.warmup_epochs is None:
         chosen["warmup_epochs"] = min(recipe.epochs / 10, 5.0)
     return replace(recipe, **chosen)

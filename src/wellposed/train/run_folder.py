@@ -35,6 +35,12 @@ def decisive(recipe: Recipe) -> dict[str, Any]:
     return {name: value for name, value in recipe.to_mapping().items() if name not in free}
 
 
+def placement_before(folder: Path) -> Any:
+    """Where the images of the run in the folder are, if there is one."""
+    file = folder / RECIPE
+    return read_recipe(file).get("placement") if file.is_file() else None
+
+
 def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any] | None:
     """Make the folder ready for a run; returns the result of one that is finished already.
 

@@ -1,0 +1,144 @@
+"""Checkpoints of a run, and its best weights.
+
+The best weights are kept in memory until the next checkpoint and written before it: a run that goes on from
+a checkpoint never finds them too old, and small models do not spend their time on writing files.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from wellposed.train.agree import wait_for_all
+from wellposed.train.checkpoint import Checkpoint, Store, gather, restore
+from wellposed.train.checkpoint.processes import from_first, is_first
+from wellposed.train.checkpoint.training_state import gather_weights, restore_weights
+from wellposed.train.evaluate import Tested
+from wellposed.train.tasks import Task
+
+LEAST_SECONDS = 60.0
+"""Between two checkpoints, where the recipe says nothing: small models finish an epoch in a second."""
+
+
+@dataclass
+class Progress:
+    """What a checkpoint remembers beside tensors."""
+
+    update: int = 0
+    best: float | None = None
+    best_update: int = 0
+    rollbacks: int = 0
+    monitor_every: int | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of timm's model, for people."""
+
+    state: dict[str, Tensor]
+    accuracy: float | None
+    update: int
+    note: str
+
+
+Exporter = Callable[[str, Weights], None]
+"""Writes weights into the folder of that name."""
+
+
+class Saver:
+    """Saves and restores what a run has learned. Every process calls its methods; the first has the files.
+
+    Args:
+        store: of checkpoints.
+        exporter: of weights.
+        task, module, optimizer, ema: what is saved.
+        every: updates between two checkpoints; None is at the end of an epoch, at most one a minute.
+        device: of this process.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        exporter: Exporter,
+        task: Task,
+        module: nn.Module,
+        optimizer: Optimizer,
+        ema: ModelEmaV3 | None,
+        every: int | None,
+        device: torch.device,
+    ) -> None:
+        self.store, self.exporter, self.task = store, exporter, task
+        self.module, self.optimizer, self.ema = module, optimizer, ema
+        self.every, self.device = every, device
+        self._best: Weights | None = None
+        self._saved_at = time.monotonic()
+
+    def is_due(self, done: int, is_epoch: bool) -> bool:
+        """Whether to save after so many updates; the same on all processes."""
+        if self.every is not None:
+            return done % self.every == 0
+        if not is_epoch:
+            return False
+        return from_first(lambda: time.monotonic() - self._saved_at > LEAST_SECONDS, self.device)
+
+    def save(self, progress: Progress) -> str:
+        """Save all; returns where, in words for the log."""
+        if self._best is not None:
+            if is_first():
+                self.exporter("best", self._best)
+            self._best = None
+        files, state = gather(self.module, self.optimizer)
+        if self.ema is not None:
+            files["ema"] = gather_weights(self.ema.module)
+        place = ""
+        if is_first():
+            path = self.store.save(progress.update, files, {**state, "progress": vars(progress)})
+            place = str(Path(path.parent.name) / path.name)
+        wait_for_all()
+        self._saved_at = time.monotonic()
+        return place
+
+    def load(self, checkpoint: Checkpoint | None) -> Progress:
+        """Restore a checkpoint, which the first process has."""
+        state: dict[str, Any] = restore(self.module, self.optimizer, checkpoint)
+        if self.ema is not None:
+            restore_weights(self.ema.module, checkpoint, "ema")
+        self._best = None
+        return Progress(**state["progress"])
+
+    def load_newest(self) -> Progress:
+        """Restore the newest whole checkpoint; there must be one."""
+        checkpoint = self.store.newest() if is_first() else None
+        if not from_first(lambda: checkpoint is not None, self.device):
+            raise RuntimeError(
+                f"no whole checkpoint in {self.store.folder} to roll back to: "
+                f"{' '.join(self.store.passed_over) or 'there is none'}"
+            )
+        return self.load(checkpoint)
+
+    def consider(self, tested: Tested, averaged: Tested | None, progress: Progress) -> bool:
+        """Keep the weights if this test is the best; the averaged ones if theirs is better still."""
+        is_average = averaged is not None and score(averaged) > score(tested)
+        chosen = averaged if averaged is not None and is_average else tested
+        if progress.best is not None and score(chosen) <= progress.best:
+            return False
+        progress.best, progress.best_update = score(chosen), progress.update
+        self._best = self.weights(chosen, progress.update, is_average=is_average)
+        return True
+
+    def weights(self, tested: Tested | None, update: int, *, is_average: bool = False) -> Weights:
+        source = self.ema.module if self.ema is not None and is_average else self.module
+        note = "The weights are an exponential moving average." if is_average else ""
+        state = self.task.export_state(gather_weights(source))
+        return Weights(state, None if tested is None else tested.accuracy, update, note)
+
+
+def score(tested: Tested) -> float:
+    """More is better."""
+    return -tested.loss if tested.accuracy is None else tested.accuracy

@@ -1,0 +1,96 @@
+"""What a run needs before its first update: devices, checks, images, a model."""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from wellposed.train.batches import choose_placement
+from wellposed.train.batches.checks import check_batch_size, check_images, check_share
+from wellposed.train.checkpoint.processes import from_first
+from wellposed.train.data import ImageData, open_data
+from wellposed.train.launching import join_processes
+from wellposed.train.mae_check import check_mae
+from wellposed.train.model import Built, build_model
+from wellposed.train.recipe import Recipe
+from wellposed.train.resolve import resolve, resolve_for
+from wellposed.train.run_folder import placement_before
+
+
+def make_accelerator(recipe: Recipe, trackers: list[str], project: str | Path) -> Accelerator:
+    """The devices, processes and precision of a run, also where one was made before in this process."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise ValueError(
+            "sharding is a field of the recipe here: use --parallel fsdp2 and launch without --use_fsdp."
+        )
+    if recipe.device not in (None, "cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {recipe.device!r}; a launcher chooses among GPUs.")
+    if recipe.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda needs a GPU that torch sees, there is none; use device=cpu.")
+    join_processes(recipe.device)
+    if not torch.distributed.is_initialized():
+        # Accelerate keeps the first accelerator's settings for the whole process.
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(
+        cpu=recipe.device == "cpu",
+        mixed_precision="bf16" if recipe.precision == "bf16" else "no",
+        log_with=trackers or None,
+        project_dir=str(project),
+    )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe without open fields, its images and its model, on the CPU."""
+
+    recipe: Recipe
+    data: ImageData
+    built: Built
+    size: int
+
+
+def prepare(recipe: Recipe, accelerator: Accelerator) -> Prepared:
+    """Open the data and build the model; what does not fit together is told before anything is decoded."""
+    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    if recipe.ema is not None and recipe.parallel == "fsdp2" and world > 1:
+        raise ValueError("ema keeps a whole copy of the model, got parallel=fsdp2; use ddp or leave it out.")
+    data = open_data(
+        recipe.data,
+        holdout=recipe.holdout,
+        seed=recipe.seed,
+        limit=recipe.limit,
+        skip_unreadable=recipe.skip_unreadable,
+    )
+    recipe = resolve(recipe, data)
+    if recipe.compile is None:
+        recipe = dataclasses.replace(recipe, compile=device.type == "cuda")
+    built = build_model(recipe, len(data.classes), data.channels)
+    recipe = resolve_for(recipe, built.model)
+    if recipe.task == "mae":
+        check_mae(built.model, recipe.mask_ratio)
+    assert recipe.image_size is not None
+    check_share(recipe, rank, world)
+    check_images(recipe, data, recipe.image_size, built.mean, built.std)
+    check_batch_size(recipe, len(data.train))
+    return Prepared(recipe, data, built, recipe.image_size)
+
+
+def with_placement(prepared: Prepared, folder: Path, overwrite: bool, device: torch.device) -> Recipe:
+    """The recipe with its placement decided, for all starts of the run and on all processes alike.
+
+    Which it is may depend on the memory that is free, and images are augmented differently in both.
+    """
+    recipe = prepared.recipe
+    before = None if overwrite else placement_before(folder)
+    if recipe.placement == "auto" and before is not None:
+        recipe = dataclasses.replace(recipe, placement=before)
+
+    def placed() -> Recipe:
+        placement = choose_placement(recipe, prepared.data, prepared.size, device)
+        return dataclasses.replace(recipe, placement=placement)
+
+    return from_first(placed, device)
