@@ -98,7 +98,7 @@ def test_eps_follows_its_schedule(tmp_path, monkeypatch) -> None:
 
     def watching(self, x):
         if self.training:
-            seen.append(self.eps)
+            seen.append(float(self.eps))
         return forward(self, x)
 
     monkeypatch.setattr(wp.nn.TokenGraying, "forward", watching)

@@ -96,7 +96,7 @@ def test_killed(tmp_path, update) -> None:
     run(tmp_path / "whole", **fields)
     child = subprocess.run(
         [sys.executable, "-c", CHILD, tmp_path / "killed", str(update), json.dumps(fields)],
-        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=300,

@@ -20,6 +20,7 @@ DEFAULT_FLOOR = 1e-7
 """Relative to the largest value. Condition numbers up to 1e7 are treated exactly."""
 
 
-def power_gain(t: Tensor, eps: float, floor: float = DEFAULT_FLOOR) -> Tensor:
+def power_gain(t: Tensor, eps: float | Tensor, floor: float = DEFAULT_FLOOR) -> Tensor:
     """h(t) / t: the factor that takes t to t^eps, bounded by floor^(eps - 1)."""
-    return t.clamp(min=floor) ** (eps - 1)
+    gain: Tensor = t.clamp(min=floor) ** (eps - 1)
+    return gain

@@ -40,7 +40,7 @@ class _Scaled(NamedTuple):
     gain: Tensor  # (..., k), h(t) / t
 
 
-def _scaled(s: Tensor, eps: float, floor: float) -> _Scaled:
+def _scaled(s: Tensor, eps: float | Tensor, floor: float) -> _Scaled:
     largest = s[..., :1]
     s_max = torch.where(largest > 0, largest, torch.ones_like(largest))
     t = s / s_max
@@ -61,7 +61,7 @@ def exprel(y: Tensor) -> Tensor:
     return torch.where(is_small, (y / 2).exp() * series, (y.exp() - 1) / torch.where(is_small, 1, y))
 
 
-def _slopes(t: Tensor, gain: Tensor, eps: float, floor: float) -> tuple[Tensor, Tensor]:
+def _slopes(t: Tensor, gain: Tensor, eps: float | Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """(h_i - h_j) / (t_i - t_j) and (h_i + h_j) / (t_i + t_j), with their limits, each (..., k, k)."""
     steepest = floor ** (eps - 1)
     above = t.clamp(min=floor)
@@ -84,7 +84,9 @@ def _slopes(t: Tensor, gain: Tensor, eps: float, floor: float) -> tuple[Tensor, 
     return difference, mean
 
 
-def _adjoint(U: Tensor, s: Tensor, V: Tensor, G: Tensor, eps: float, floor: float, rescale: bool) -> Tensor:
+def _adjoint(
+    U: Tensor, s: Tensor, V: Tensor, G: Tensor, eps: float | Tensor, floor: float, rescale: bool
+) -> Tensor:
     """The adjoint of the derivative of :func:`svd_power` at U diag(s) V^T, applied to G."""
     t, s_max, gain = _scaled(s, eps, floor)
     difference, mean = _slopes(t, gain, eps, floor)
@@ -121,7 +123,7 @@ class _SVDPower(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, eps: float, floor: float, rescale: bool
+        x: Tensor, eps: float | Tensor, floor: float, rescale: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         # LAPACK refuses the whole batch for one NaN: bad matrices pass through it as zeros.
         finite = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
@@ -148,7 +150,9 @@ class _SVDPower(torch.autograd.Function):
         return torch.where(finite, out, 0), None, None, None
 
 
-def svd_power(x: Tensor, eps: float, *, rescale: bool = True, floor: float = DEFAULT_FLOOR) -> Tensor:
+def svd_power(
+    x: Tensor, eps: float | Tensor, *, rescale: bool = True, floor: float = DEFAULT_FLOOR
+) -> Tensor:
     """Singular values s -> s_max (s / s_max)^eps, singular vectors kept.
 
     Args:

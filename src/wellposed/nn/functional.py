@@ -19,7 +19,7 @@ Method = Literal["spectral", "svd", "dct"]
 
 def gray(
     x: Tensor,
-    eps: float,
+    eps: float | Tensor,
     method: Method = "spectral",
     *,
     rescale: bool = True,
@@ -35,7 +35,8 @@ def gray(
 
     Args:
         x: (..., N, D) tokens, floating point.
-        eps: in (0, 1]. 1 leaves the tokens as they are, less is flatter.
+        eps: in (0, 1]. 1 leaves the tokens as they are, less is flatter. A tensor of one number, on x's
+            device, may change without compiling again; its range is not checked, and it gets no gradient.
         method: ``"svd"`` is exact, by ``torch.linalg.svd``, with a gradient that is finite where
             singular values repeat or vanish. ``"dct"`` is the paper's cheap stand-in. ``"spectral"``
             is the same map as ``"svd"``, and at present the same code. ONNX has no SVD: a model to be
@@ -52,14 +53,18 @@ def gray(
     tensor(10.)
     """
     _check_tokens(x)
-    _check_fraction("eps", eps, "1 leaves the tokens as they are, less flattens their spectrum")
+    if not isinstance(eps, Tensor):
+        _check_fraction("eps", eps, "1 leaves the tokens as they are, less flattens their spectrum")
+        eps = float(eps)
+    elif eps.numel() != 1:
+        raise ValueError(f"eps must be one number, got a tensor of shape {tuple(eps.shape)}.")
     _check_fraction("floor", floor, f"the default is {DEFAULT_FLOOR}")
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}.")
-    if eps == 1 and rescale:
+    if isinstance(eps, float) and eps == 1 and rescale:
         return x
     flatten = _gray_dct if method == "dct" else svd_power
-    return _in_float32(lambda wide: flatten(wide, float(eps), rescale=rescale, floor=floor), x)
+    return _in_float32(lambda wide: flatten(wide, eps, rescale=rescale, floor=floor), x)
 
 
 def broadcast(x: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -93,7 +98,7 @@ def _broadcast(x: Tensor, scale: Tensor | None) -> Tensor:
     return torch.lerp(x, mean.expand_as(x), scale.to(x.dtype).expand_as(x))
 
 
-def _gray_dct(x: Tensor, eps: float, *, rescale: bool, floor: float) -> Tensor:
+def _gray_dct(x: Tensor, eps: float | Tensor, *, rescale: bool, floor: float) -> Tensor:
     coefficients = dct2(x)
     magnitude = coefficients.abs()
     largest = magnitude.amax((-2, -1), keepdim=True)

@@ -33,7 +33,8 @@ class TokenGraying(nn.Module):
     ) -> None:
         super().__init__()
         # An unknown method is refused below, whatever its eps.
-        self.eps = (DEFAULT_EPS[method] if method in get_args(Method) else 1.0) if eps is None else eps
+        usual = DEFAULT_EPS[method] if method in get_args(Method) else 1.0
+        self.eps: float | Tensor = usual if eps is None else eps
         self.method: Method = method
         self.rescale = rescale
         self.floor = floor
@@ -48,7 +49,7 @@ class TokenGraying(nn.Module):
 
     def extra_repr(self) -> str:
         literal = "" if self.rescale else ", rescale=False"
-        return f"eps={self.eps}, method={self.method!r}{literal}"
+        return f"eps={float(self.eps)}, method={self.method!r}{literal}"
 
 
 class PixelGraying(TokenGraying):

@@ -5,8 +5,10 @@
 """
 
 import math
+from collections.abc import Iterable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from wellposed.nn import TokenGraying
 from wellposed.train.recipe import Recipe
@@ -19,22 +21,34 @@ def eps_at(start: float, end: float, done: float, schedule: str) -> float:
 
 
 class EpsSchedule:
-    """Sets the power of every graying of a model; does nothing if the recipe has no ``eps_end``.
+    """Sets the power of every graying of some models; does nothing if the recipe has no ``eps_end``.
 
-    A compiled model is compiled once more when the power first changes and then takes any value.
+    The power becomes a tensor that is written to, so that a compiled model is not compiled again.
+
+    Args:
+        models: on their device.
+        recipe: resolved.
+        updates: of the whole run.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, updates: int) -> None:
+    def __init__(self, models: Iterable[nn.Module], recipe: Recipe, updates: int) -> None:
         self.recipe, self.updates = recipe, updates
-        self.grayings = [module for module in model.modules() if isinstance(module, TokenGraying)]
+        self.powers: list[Tensor] = []
+        if recipe.eps_end is None or recipe.eps is None:
+            return
+        for model in models:
+            device = next(parameter.device for parameter in model.parameters())
+            for graying in model.modules():
+                if isinstance(graying, TokenGraying):
+                    graying.eps = torch.tensor(recipe.eps, dtype=torch.float64, device=device)
+                    self.powers.append(graying.eps)
 
-    def set(self, update: int) -> float | None:
-        """Set the power of an update; returns it if there is a schedule."""
+    def set(self, update: int) -> None:
+        """Set the power of an update."""
         recipe = self.recipe
         if recipe.eps_end is None or recipe.eps is None:
-            return None
+            return
         done = update / max(self.updates - 1, 1)
         eps = eps_at(recipe.eps, recipe.eps_end, done, recipe.eps_schedule)
-        for graying in self.grayings:
-            graying.eps = eps
-        return eps
+        for power in self.powers:
+            power.fill_(eps)

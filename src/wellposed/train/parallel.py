@@ -45,8 +45,7 @@ def _can_record(recipe: Recipe, device: torch.device) -> bool:
     has_svd = recipe.graying in ("svd", "spectral")
     # Gradients that are accumulated live in the memory that the next pass writes to.
     is_accumulating = recipe.accumulate > 1
-    changes = recipe.eps_end is not None
-    return device.type == "cuda" and not (several() or has_svd or is_accumulating or changes)
+    return device.type == "cuda" and not (several() or has_svd or is_accumulating)
 
 
 @contextmanager

@@ -79,10 +79,21 @@ def own_patch(name: str) -> int | None:
     if not timm.is_model(name.partition(".")[0]):
         return None  # building it tells what is wrong with the name
     try:
-        with torch.device("meta"):
-            model: Any = timm.create_model(name, patch_size=1)
-            model = timm.create_model(name)
-    except (TypeError, ValueError, RuntimeError, AssertionError):
+        model: Any = _as_it_comes(name)
+        patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+        side = int(patch[0]) if isinstance(patch, (tuple, list)) else patch
+        if side is not None:
+            _as_it_comes(name, patch_size=side)
+    except TypeError:  # no option of that name
         return None
-    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    return int(patch[0]) if isinstance(patch, (tuple, list)) else patch
+    return side
+
+
+def _as_it_comes(name: str, **options: Any) -> nn.Module:
+    """The model without memory for its weights; older releases of timm need it for some models."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                return timm.create_model(name, **options)  # type: ignore[no-any-return]
+        except (RuntimeError, ValueError):
+            return timm.create_model(name, **options)  # type: ignore[no-any-return]
