@@ -47,7 +47,7 @@ def alone(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(("parallel", "kill_at"), [("ddp", "7"), ("fsdp2", "5")])
 def test_two_processes_equal_one(alone, tmp_path, parallel, kill_at) -> None:
     folder = tmp_path / parallel
-    launch(folder, parallel, kill_at)
+    launch(folder, parallel, "kill", kill_at)
     assert (tmp_path / f"{parallel}-died").exists()
     lines = read_run(folder)
     assert [line["update"] for line in lines if line["event"] in ("start", "resume")] == [
@@ -75,3 +75,20 @@ def test_two_processes_equal_one(alone, tmp_path, parallel, kill_at) -> None:
     ]
     assert kappas[0] == pytest.approx(kappas[1], rel=1e-2)
     assert len(kappas[0]) == 3
+
+
+def test_a_loss_that_one_process_cannot_tell_stops_all(tmp_path) -> None:
+    """Each of them ends with the status that tells it, which the child asserts."""
+    folder = tmp_path / "nan"
+    launch(folder, "ddp", "nan", "5")
+    (explained,) = folder.glob("nonfinite-*")
+    assert sorted(path.name for path in explained.iterdir()) == [
+        "batch-0.safetensors",
+        "batch-1.safetensors",
+        "report.json",
+        "report.txt",
+    ]
+    assert "another process's part" in (explained / "report.txt").read_text()
+    newest = max((folder / "checkpoints").iterdir())
+    assert newest.name == "update-00000005"
+    assert load_file(newest / "optimizer.safetensors")["head.weight/step"] == 5

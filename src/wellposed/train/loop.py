@@ -217,6 +217,7 @@ class Loop:
             return None
         wanted = torch.tensor(0 if stop.requested is None else int(stop.requested), device=self.device)
         if number := int(largest(wanted)):
+            stop.honour()
             self.save()
             self.reporter.event("terminated", signal=number)
             self.reporter.say(

@@ -1,0 +1,94 @@
+"""What the trainer decides by itself: sizes, steps, pace, folders."""
+
+import pytest
+import timm
+import torch
+
+from short_runs import recipe
+from wellposed.train import Recipe
+from wellposed.train.bench import run as bench
+from wellposed.train.data import open_data
+from wellposed.train.monitoring import PacedMonitor
+from wellposed.train.resolve import own_patch, resolve, resolve_for
+from wellposed.train.run_folder import decisive, default_folder
+
+
+class Clock:
+    """A monitor whose measurements take a given time of a clock that the test moves."""
+
+    def __init__(self, monkeypatch, cost: float) -> None:
+        self.now, self.cost = 0.0, cost
+        monkeypatch.setattr("wellposed.train.monitoring.time.monotonic", lambda: self.now)
+
+    def measure(self) -> dict[str, float]:
+        self.now += self.cost
+        return {}
+
+
+@pytest.mark.parametrize(("cost", "every"), [(0.5, 100), (1.0, 100), (1.5, 200), (9.0, 900)])
+def test_the_monitor_keeps_to_its_share(monkeypatch, cost, every) -> None:
+    clock = Clock(monkeypatch, cost)
+    paced = PacedMonitor(clock, None)
+    assert paced.is_due(0)
+    paced.measure(0)
+    assert paced.every is None
+    clock.now += 100 * 1.0  # so many updates of a second
+    assert paced.is_due(100)
+    paced.measure(100)
+    assert paced.every == every
+    assert cost / every <= 0.01
+    fixed = PacedMonitor(clock, 7)
+    fixed.measure(0)
+    clock.now += 7
+    fixed.measure(7)
+    assert fixed.every == 7
+
+
+def test_patches_follow_the_images() -> None:
+    assert own_patch("vit_tiny_patch16_224") == 16
+    assert own_patch("swin_tiny_patch4_window7_224") == 4
+    assert own_patch("convmixer_768_32") is None
+    data = open_data("digits")
+    for size, patch in ((8, 2), (12, 3), (28, 4), (32, 4), (64, 8), (112, None), (224, None)):
+        chosen = resolve(Recipe(model="vit_tiny_patch16_224", image_size=size), data)
+        assert chosen.patch_size == patch, size
+    assert resolve(Recipe(model="swin_tiny_patch4_window7_224", image_size=32), data).patch_size is None
+    assert resolve(Recipe(patch_size=1), data).patch_size == 1
+
+
+def test_what_is_resolved_stays_so() -> None:
+    data = open_data("digits")
+    for given in (Recipe(), Recipe(task="mae"), Recipe(graying="svd", image_size=32), Recipe(mixup=0.0)):
+        once = resolve(given, data)
+        assert resolve(once, data) == once
+    assert (once.mixup, resolve(Recipe(task="mae"), data).mixup) == (0.0, 0.0)
+    assert resolve(Recipe(epochs=20), data).warmup_epochs == 2
+
+
+def test_wider_models_learn_with_smaller_steps() -> None:
+    for name, lr in (("test_vit", 3e-3), ("vit_tiny_patch16_224", 0.2 / 192)):
+        assert resolve_for(Recipe(), timm.create_model(name)).lr == pytest.approx(lr)
+    assert resolve_for(Recipe(lr=0.5), torch.nn.Identity()).lr == 0.5
+    with pytest.raises(ValueError, match="set lr"):
+        resolve_for(Recipe(), torch.nn.Identity())
+
+
+def test_the_folder_hangs_on_what_decides() -> None:
+    usual = default_folder(Recipe())
+    assert usual.parts[0] == "runs"
+    assert usual.name.startswith("digits-test_vit-")
+    assert default_folder(Recipe(keep=5, trackers=(), monitor_every=3, workers=0)) == usual
+    assert default_folder(Recipe(seed=1)) != usual
+    assert default_folder(Recipe(data="packed:/some/where/cifar10.npz")).name.startswith("cifar10-")
+    assert default_folder(Recipe(data="cifar10:/data")).name.startswith("cifar10-")
+    assert "checkpoint_every" not in decisive(Recipe(checkpoint_every=5))
+
+
+def test_the_bench_tells_both_steps() -> None:
+    result = bench(recipe(image_size=16, limit=None, batch_size=4), updates=2, rounds=2)
+    values = result.to_mapping()
+    assert len(values["bare_seconds"]) == len(values["train_seconds"]) == 2
+    assert values["ratio"] > 0
+    assert values["images_per_second"] == pytest.approx(4 / (sum(values["train_seconds"]) / 2))
+    assert 0 < values["monitor_share"] <= 0.01
+    assert "ratio" in result.table()
