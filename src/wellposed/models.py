@@ -74,13 +74,18 @@ def describe_weights(model: nn.Module) -> str:
     return _described.get(plain(model), "weights as they were given")
 
 
+def say_weights(model: nn.Module, words: str) -> None:
+    """Keep where a model's weights are from, for :func:`describe_weights`."""
+    _described[plain(model)] = words
+
+
 def load_weights(model: nn.Module, path: str | Path) -> None:
     """Load a .safetensors file that fits the model exactly; if it does not, nothing is loaded.
 
     Of tied parameters the file may hold one.
     """
     path = Path(path)
-    state = _read(path)
+    state = read_weights(path)
     inner = plain(model)
     _share_tied(inner, state)
     misfits = _misfits(inner, state)
@@ -120,7 +125,7 @@ def _misfits(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
         "unexpected": [key for key in state if key not in own],
         "of another shape": reshaped,
     }
-    return [f"{len(keys)} {kind} ({_few(keys)})" for kind, keys in kinds.items() if keys]
+    return [f"{len(keys)} {kind} ({few(keys)})" for kind, keys in kinds.items() if keys]
 
 
 def _renamed(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -249,17 +254,17 @@ def _loaded_words(name: str, model: nn.Module, loaded: dict[str, Any]) -> str:
         shapes = [f"{key}: {tuple(held)}, not {tuple(own)}" for key, held, own in reshaped]
         raise ValueError(
             f"the weights in {name} do not fit {type(model).__name__}: {len(shapes)} of another shape "
-            f"({_few(shapes)}); leave out the options that change them."
+            f"({few(shapes)}); leave out the options that change them."
         )
     total = len(model.state_dict())
     if len(missing) >= total:
         raise ValueError(f"{name} holds none of the {total} tensors of {type(model).__name__}.")
     if not missing:
         return f"weights from {name}"
-    return f"weights from {name}, but {len(missing)} of {total} tensors random, not in it ({_few(missing)})"
+    return f"weights from {name}, but {len(missing)} of {total} tensors random, not in it ({few(missing)})"
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
     if path.suffix != ".safetensors":
         raise ValueError(_refuse_pickle(path, path.with_suffix(".safetensors")))
     if not path.is_file():
@@ -309,7 +314,7 @@ def _not_fetched(what: str, error: OSError) -> OSError:
     )
 
 
-def _few(names: Iterable[str], most: int = 4) -> str:
+def few(names: Iterable[str], most: int = 4) -> str:
     names = list(names)
     more = [f"and {len(names) - most} more"] if len(names) > most else []
     return ", ".join([*names[:most], *more])

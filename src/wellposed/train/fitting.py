@@ -28,7 +28,7 @@ from wellposed.train.folder_swap import recover
 from wellposed.train.loop import Loop, Status
 from wellposed.train.mae import MaskedAutoencoder
 from wellposed.train.mae_check import mae_warnings
-from wellposed.train.mae_masks import mask_noise
+from wellposed.train.mae_masks import fixed_mask_noise
 from wellposed.train.mae_picture import draw_reconstruction
 from wellposed.train.optimize import check_optimizer
 from wellposed.train.parallel import distribute
@@ -260,7 +260,7 @@ def _draw(folder: Path, task: Task, images: Tensor | None, recipe: Recipe, prepa
     is_whole = recipe.parallel == "ddp"
     if not isinstance(mae, MaskedAutoencoder) or images is None or not is_whole:
         return
-    noise = mask_noise(recipe.seed, 0, len(images), mae.tokens, split="test").to(images.device)
+    noise = fixed_mask_noise(recipe.seed, 0, len(images), mae.tokens).to(images.device)
     mae.eval()
     built = prepared.built
     draw_reconstruction(mae, images, noise, built.mean, built.std).save(folder / "reconstruction.png")

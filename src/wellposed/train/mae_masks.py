@@ -14,8 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_STREAMS = {"train": 101, "test": 102}
-"""Keeps the masks' numbers apart from others that are drawn from the same seed."""
+from wellposed.train.batches.draws import Purpose, generator
+
+_PURPOSES = {"train": Purpose.MASK, "test": Purpose.TEST_MASK}
+_TEST_BLOCK = 256
+"""Test images whose masks are drawn together."""
 
 
 class Mask(NamedTuple):
@@ -39,13 +42,25 @@ def mask_noise(
     """(batch_size, tokens) uniform numbers on the CPU, for the whole batch of an update.
 
     A process takes the rows of its own images; so the masks do not depend on the number of processes, nor on
-    what was drawn before. For ``split="test"``, ``update`` is the number of the test batch.
+    what was drawn before.
 
     >>> torch.equal(mask_noise(0, 5, 2, 9), mask_noise(0, 5, 4, 9)[:2])
     True
     """
-    generator = np.random.default_rng(np.random.SeedSequence([seed, _STREAMS[split], update]))
-    return torch.from_numpy(generator.random((batch_size, tokens), dtype=np.float32))
+    numbers = generator(seed, _PURPOSES[split], update).random((batch_size, tokens), dtype=np.float32)
+    return torch.from_numpy(numbers)
+
+
+def fixed_mask_noise(seed: int, first: int, count: int, tokens: int) -> Tensor:
+    """(count, tokens) for the test images from position ``first`` on, the same in any division into batches.
+
+    >>> torch.equal(fixed_mask_noise(0, 250, 20, 9)[5:], fixed_mask_noise(0, 255, 15, 9))
+    True
+    """
+    blocks = range(first // _TEST_BLOCK, (first + count - 1) // _TEST_BLOCK + 1)
+    noise = torch.cat([mask_noise(seed, block, _TEST_BLOCK, tokens, split="test") for block in blocks])
+    start = first - blocks.start * _TEST_BLOCK
+    return noise[start : start + count]
 
 
 def visible_count(tokens: int, mask_ratio: float) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from wellposed.anatomy.model import refuse_wrapped
-from wellposed.models import _described, _few, _read
+from wellposed.models import few, read_weights, say_weights
 from wellposed.surgery.insertion import Inserted
 from wellposed.train.linear_probe import classifiers
 
@@ -47,7 +47,7 @@ def start_from(model: nn.Module, source: str | Path) -> list[str]:
     """
     refuse_wrapped(model)
     path = weights_file(source)
-    state = _read(path)
+    state = read_weights(path)
     plan, resampled = _plan(model, state), list[str]()
     if plan.misfits:
         converted = _converted_by_timm(model, state, path)
@@ -56,7 +56,7 @@ def start_from(model: nn.Module, source: str | Path) -> list[str]:
         raise _unfit(model, path, plan.misfits)
     own = model.state_dict()
     model.load_state_dict(own | plan.load)
-    _described[model] = f"weights from {path}"
+    say_weights(model, f"weights from {path}")
     return [f"Weights from {path}: {len(plan.load)} of {len(own)} tensors.", *resampled, *plan.told]
 
 
@@ -90,7 +90,7 @@ def _plan(model: nn.Module, state: dict[str, Tensor]) -> _Plan:
         "unexpected": [key for key in there if key not in needed],
         "of another shape": reshaped,
     }
-    misfits = [f"{len(keys)} {kind} ({_few(keys)})" for kind, keys in kinds.items() if keys]
+    misfits = [f"{len(keys)} {kind} ({few(keys)})" for kind, keys in kinds.items() if keys]
     return _Plan({key: there[key] for key in needed if key in there}, told, misfits)
 
 
@@ -184,7 +184,7 @@ def _resampled(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]
     if not changed:
         return []
     shapes = [f"{key}, from {tuple(before[key].shape)} to {tuple(after[key].shape)}" for key in changed]
-    return [f"Resampled for another size of image or patch: {_few(shapes)}."]
+    return [f"Resampled for another size of image or patch: {few(shapes)}."]
 
 
 def _unfit(model: nn.Module, path: Path, misfits: list[str]) -> ValueError:

@@ -13,8 +13,11 @@ from torch.nn import functional
 from wellposed.train.batches import Batch, EvalBatch
 from wellposed.train.linear_probe import freeze_for_probe, probe_train_mode
 from wellposed.train.mae import FixedMask, MaskedAutoencoder, MaskedOutput, encoder_state
-from wellposed.train.mae_masks import mask_noise
+from wellposed.train.mae_masks import fixed_mask_noise, mask_noise
 from wellposed.train.recipe import Recipe
+
+WATCHED = 64
+"""Images that a monitor may show a masked autoencoder, at most."""
 
 
 class Scores(NamedTuple):
@@ -130,14 +133,7 @@ class MaskedPretraining:
         return masked.loss, None
 
     def eval_inputs(self, batch: EvalBatch, first: int) -> tuple[Tensor, ...]:
-        images = len(batch.images)
-        # The masks of a test image hang on its position alone: rows of the same draw, from its start on.
-        noise = torch.cat(
-            [
-                mask_noise(self.recipe.seed, position, 1, self.autoencoder.tokens, split="test")
-                for position in range(first, first + images)
-            ]
-        )
+        noise = fixed_mask_noise(self.recipe.seed, first, len(batch.images), self.autoencoder.tokens)
         return batch.images, noise.to(batch.images.device, non_blocking=True)
 
     def scores(self, output: Any, batch: EvalBatch) -> Scores:
@@ -146,7 +142,7 @@ class MaskedPretraining:
         return Scores((errors * masked.mask).sum(1) / masked.mask.sum(1), None)
 
     def watched(self) -> nn.Module:
-        noise = mask_noise(self.recipe.seed, 0, 64, self.autoencoder.tokens, split="test")
+        noise = fixed_mask_noise(self.recipe.seed, 0, WATCHED, self.autoencoder.tokens)
         return FixedMask(self.module, noise)
 
     def export_state(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:

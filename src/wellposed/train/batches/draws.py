@@ -25,6 +25,8 @@ class Purpose(IntEnum):
     MIX = 3
     NOISE = 4
     MODEL = 5
+    MASK = 6
+    TEST_MASK = 7
 
 
 def sequence(seed: int, purpose: Purpose, *where: int) -> np.random.SeedSequence:
