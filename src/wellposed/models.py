@@ -10,7 +10,7 @@ A plain name is timm's, ``hf:NAME`` is transformers' (a folder with a config.jso
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -88,13 +88,13 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     state = read_weights(path)
     inner = plain(model)
     _share_tied(inner, state)
-    misfits = _misfits(inner, state)
-    if misfits and is_of(inner, "transformers"):
+    wrong = misfits(inner.state_dict(), state)
+    if wrong and is_of(inner, "transformers"):
         state = _renamed(inner, state)
-        misfits = _misfits(inner, state)
-    if misfits:
+        wrong = misfits(inner.state_dict(), state)
+    if wrong:
         raise ValueError(
-            f"the weights in {path} do not fit {type(inner).__name__}: {'; '.join(misfits)}. "
+            f"the weights in {path} do not fit {type(inner).__name__}: {'; '.join(wrong)}. "
             "Nothing was loaded; build the model with the options that they were trained with "
             "(num_classes=, img_size=, ...)."
         )
@@ -113,8 +113,8 @@ def _share_tied(model: nn.Module, state: dict[str, Tensor]) -> None:
             state |= {key: state[held] for key in keys if key not in state}
 
 
-def _misfits(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
-    own = model.state_dict()
+def misfits(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
+    """In words, what of a file's tensors does not fit a model's own."""
     reshaped = [
         f"{key}: {tuple(state[key].shape)} in the file, {tuple(value.shape)} in the model"
         for key, value in own.items()
@@ -180,8 +180,8 @@ def _build_torchvision(
         state = models.get_model_weights(name).DEFAULT.get_state_dict(progress=True, weights_only=True)
     except OSError as error:
         raise _not_fetched(f"torchvision's weights of {name}", error) from error
-    if misfits := _misfits(model, state):
-        raise ValueError(f"torchvision's weights of {name} do not fit these options: {'; '.join(misfits)}.")
+    if wrong := misfits(model.state_dict(), state):
+        raise ValueError(f"torchvision's weights of {name} do not fit these options: {'; '.join(wrong)}.")
     model.load_state_dict(state)
     return model, "torchvision's pretrained weights"
 

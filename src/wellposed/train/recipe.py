@@ -87,7 +87,7 @@ class Recipe:
     skip_blocks: str | None = _field(None, "Edits",
         "indices of the blocks that lose them, such as 0,3,8-11 [default: all]")
 
-    epochs: int = _field(50, "Optimizer", "passes over the training images")
+    epochs: int = _field(60, "Optimizer", "passes over the training images")
     batch_size: int = _field(128, "Optimizer", "images in one update, over all processes")
     accumulate: int = _field(1, "Optimizer", "passes that one update is split into")
     optimizer: str = _field("adamw", "Optimizer", "a name of timm's optimizers")

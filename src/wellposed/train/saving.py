@@ -129,12 +129,17 @@ class Saver:
         if progress.best is not None and score(chosen) <= progress.best:
             return False
         progress.best, progress.best_update = score(chosen), progress.update
-        self._best = self.weights(chosen, progress.update, is_average=is_average)
+        note = "They are those of the best test of the run, so a test on other images may be a little worse."
+        if is_average:
+            note = f"They are an exponential moving average of the weights. {note}"
+        self._best = self.weights(chosen, progress.update, is_average=is_average, note=note)
         return True
 
-    def weights(self, tested: Tested | None, update: int, *, is_average: bool = False) -> Weights:
+    def weights(
+        self, tested: Tested | None, update: int, *, is_average: bool = False, note: str = ""
+    ) -> Weights:
+        """Those of now, for people; every process must call it."""
         source = self.ema.module if self.ema is not None and is_average else self.module
-        note = "The weights are an exponential moving average." if is_average else ""
         state = self.task.export_state(gather_weights(source))
         return Weights(state, None if tested is None else tested.accuracy, update, note)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from wellposed.anatomy.model import refuse_wrapped
-from wellposed.models import few, read_weights, say_weights
+from wellposed.models import few, misfits, read_weights, say_weights
 from wellposed.surgery.insertion import Inserted
 from wellposed.train.linear_probe import classifiers
 
@@ -80,18 +80,7 @@ def weights_file(source: str | Path) -> Path:
 def _plan(model: nn.Module, state: dict[str, Tensor]) -> _Plan:
     there, needed = dict(state), dict(model.state_dict())
     told = _set_aside(model, there, needed)
-    reshaped = [
-        f"{key}: {tuple(there[key].shape)} in the file, {tuple(value.shape)} in the model"
-        for key, value in needed.items()
-        if key in there and there[key].shape != value.shape
-    ]
-    kinds = {
-        "missing": [key for key in needed if key not in there],
-        "unexpected": [key for key in there if key not in needed],
-        "of another shape": reshaped,
-    }
-    misfits = [f"{len(keys)} {kind} ({few(keys)})" for kind, keys in kinds.items() if keys]
-    return _Plan({key: there[key] for key in needed if key in there}, told, misfits)
+    return _Plan({key: there[key] for key in needed if key in there}, told, misfits(needed, there))
 
 
 def _set_aside(model: nn.Module, there: dict[str, Tensor], needed: dict[str, Tensor]) -> list[str]:
@@ -187,9 +176,9 @@ def _resampled(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]
     return [f"Resampled for another size of image or patch: {few(shapes)}."]
 
 
-def _unfit(model: nn.Module, path: Path, misfits: list[str]) -> ValueError:
+def _unfit(model: nn.Module, path: Path, reasons: list[str]) -> ValueError:
     return ValueError(
-        f"the weights in {path} do not fit {type(model).__name__}: {'; '.join(misfits)}. "
+        f"the weights in {path} do not fit {type(model).__name__}: {'; '.join(reasons)}. "
         "Nothing was loaded; take the model and the edits that they were trained with "
         "(model, model_options, patch_size, broadcast)."
     )
