@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import wellposed as wp
 from wellposed.probes.summary import Sample, summarize
 from wellposed.records import Record
-from wellposed.train.data import Split, open_data
+from wellposed.train.data.digits import TEST_IMAGES, all_digits
 
 PROBE_IMAGES = 128
 
@@ -55,21 +55,13 @@ VARIANTS: tuple[tuple[str, Callable[[nn.Module], object] | None], ...] = (
 
 
 def load_digits(seed: int) -> Digits:
-    data = open_data("digits", seed=seed)
-
-    def images(split: Split) -> Tensor:
-        assert split.pixels is not None
-        return torch.from_numpy(split.pixels.copy()).float().movedim(-1, 1)
-
-    train, test = images(data.train), images(data.test)
-    both = torch.cat([train, test])
-    mean, std = both.mean(), both.std()
-    return Digits(
-        (train - mean) / std,
-        torch.tensor(data.train.labels),
-        (test - mean) / std,
-        torch.tensor(data.test.labels),
-    )
+    pixels, labels = all_digits()
+    x = (torch.from_numpy(pixels).float() * 16 / 255).round().unsqueeze(1)  # the original grey levels
+    x = (x - x.mean()) / x.std()
+    y = torch.from_numpy(labels)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    test, train = order[:TEST_IMAGES], order[TEST_IMAGES:]
+    return Digits(x[train], y[train], x[test], y[test])
 
 
 def build_model(seed: int) -> nn.Module:

@@ -220,3 +220,27 @@ def test_digits_by_default(tmp_path) -> None:
     assert result.summary["about"]["test_images"] == 400
     assert result.accuracy is not None
     assert result.accuracy > 0.95
+
+
+def test_pretrained_weights(tmp_path, monkeypatch) -> None:
+    """What the hub would give is made here: the model of another seed."""
+    from wellposed.train import model as builder
+
+    asked = []
+
+    def build(name, *, seed, pretrained, **options):
+        asked.append(pretrained)
+        return wp.models.build(name, seed=7 if pretrained else seed, **options)
+
+    monkeypatch.setattr(builder, "build", build)
+    run(tmp_path / "a", pretrained=True, epochs=1, broadcast="cb_s")
+    run(tmp_path / "b", epochs=1, broadcast="cb_s")
+    assert asked == [True, False]
+    config = json.loads((tmp_path / "a" / "last" / "config.json").read_text())
+    assert "pretrained" not in config["model_args"]
+    a, b = (load_file(tmp_path / name / "last" / "model.safetensors") for name in "ab")
+    assert not torch.equal(a["blocks.0.attn.qkv.weight"], b["blocks.0.attn.qkv.weight"])
+    (scale,) = {key for key in a if key.startswith("blocks.0") and key.endswith("scale")}
+    # Into trained weights they go as if they were not there, into fresh ones as CB.
+    assert a[scale].abs().max() < 0.1
+    assert (b[scale] - 0.5).abs().max() < 0.1

@@ -140,3 +140,17 @@ def test_recipes_do_not_share_their_options() -> None:
     assert Recipe().model_options is not Recipe().model_options
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.epochs = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"pretrained": True, "start_from": "runs/mae"}, "expected pretrained or start_from, got both"),
+        ({"pretrained": True, "init": "xavier"}, "init=xavier would draw anew what pretrained loads"),
+        ({"start_from": "runs/mae", "init": "xavier"}, "init=xavier would draw anew what start_from loads"),
+    ],
+)
+def test_one_start_only(values, says) -> None:
+    with pytest.raises(ValueError, match=says):
+        Recipe(**values)
+    Recipe(task="probe", pretrained=True)

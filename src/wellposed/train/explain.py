@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from wellposed.probes.observe import eagerly
 from wellposed.text import aligned
 from wellposed.train.batches import Batch
 from wellposed.train.checkpoint import durable
@@ -44,7 +45,7 @@ def explain(
     outputs: dict[str, float] = {}
     losses = []
     for number, batch in enumerate(passes):
-        with _watched(module, outputs):
+        with eagerly(), _watched(module, outputs):
             loss = run_pass(number, batch)
         torch.autograd.backward(loss)
         losses.append(loss.item())

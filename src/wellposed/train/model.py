@@ -1,14 +1,14 @@
 """The model of a recipe: built by timm, initialised, loaded, edited."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 import wellposed.surgery as surgery
 from wellposed import anatomy
-from wellposed.models import build
+from wellposed.models import build, describe_weights
 from wellposed.surgery import Edits
 from wellposed.text import indices
 from wellposed.train.recipe import Recipe
@@ -37,7 +37,10 @@ def build_model(recipe: Recipe, classes: int, channels: int) -> Built:
     if recipe.init == "xavier":
         _xavier(model, recipe.seed)
     edits = apply_edits(model, recipe)
-    notes = [] if recipe.start_from is None else start_from(model, recipe.start_from)
+    if recipe.start_from is not None:
+        notes = start_from(model, recipe.start_from)
+    else:
+        notes = [f"Starts from {describe_weights(model)}."] if recipe.pretrained else []
     mean, std = _statistics(model, channels)
     return Built(model, options, mean, std, edits, notes)
 
@@ -46,13 +49,14 @@ def _build(recipe: Recipe, options: dict[str, Any]) -> tuple[nn.Module, dict[str
     """The model as timm makes it; one that takes images of any size has no option for it."""
     wanted: dict[str, Any] = {} if recipe.patch_size is None else {"patch_size": recipe.patch_size}
     sized = wanted | {"img_size": recipe.image_size}
+    start: dict[str, Any] = {"seed": recipe.seed, "pretrained": recipe.pretrained}
     try:
-        return build(recipe.model, seed=recipe.seed, **sized, **options), sized | options
+        return build(recipe.model, **start, **sized, **options), sized | options
     except TypeError as error:
         if "img_size" not in str(error):
             raise _refused(recipe, error) from error
     try:
-        return build(recipe.model, seed=recipe.seed, **wanted, **options), wanted | options
+        return build(recipe.model, **start, **wanted, **options), wanted | options
     except TypeError as error:
         raise _refused(recipe, error) from error
 
@@ -82,7 +86,7 @@ def apply_edits(model: nn.Module, recipe: Recipe) -> Edits:
             model,
             recipe.broadcast_where,
             scaled=recipe.broadcast == "cb_s",
-            init="cb" if recipe.start_from is None else _scale_init(recipe),
+            init=_scale_init(recipe),
             blocks=_chosen(recipe.broadcast_blocks),
         )
     if recipe.remove_skips is not None:
@@ -95,9 +99,10 @@ def _chosen(text: str | None) -> list[int] | None:
     return None if text is None else indices(text)
 
 
-def _scale_init(recipe: Recipe) -> Any:
+def _scale_init(recipe: Recipe) -> Literal["cb", "identity"]:
     """Scales that go into a trained model start as if they were not there."""
-    return "identity" if recipe.broadcast == "cb_s" else "cb"
+    is_trained = recipe.pretrained or recipe.start_from is not None
+    return "identity" if is_trained and recipe.broadcast == "cb_s" else "cb"
 
 
 def _gray_plan(model: nn.Module, recipe: Recipe) -> list[tuple[float | None, Any]]:

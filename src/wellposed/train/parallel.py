@@ -25,18 +25,20 @@ def distribute(module: nn.Module, trunk: nn.Module, recipe: Recipe, device: torc
         return DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in anatomy.blocks(trunk):
+        if recipe.compile:
+            block.module.compile()  # block by block: between them the weights are put together
         fully_shard(block.module, mesh=mesh)
     fully_shard(module, mesh=mesh)
     return module
 
 
 def compiled(module: nn.Module, recipe: Recipe, device: torch.device) -> Any:
-    """The module's forward, compiled if the recipe says so.
+    """The module's forward, compiled if the recipe says so; a sharded one has compiled blocks already.
 
     On one GPU the passes are recorded as CUDA graphs, because small models are otherwise bound by how fast
     Python launches kernels; unless something in them cannot be recorded.
     """
-    if not recipe.compile:
+    if not recipe.compile or isinstance(module, FSDPModule):
         return module
     return torch.compile(module, mode="reduce-overhead" if _can_record(recipe, device) else None)
 

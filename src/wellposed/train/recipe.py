@@ -63,6 +63,7 @@ class Recipe:
     init: Literal["timm", "xavier"] = _field("timm", "Model",
         "initial weights: what timm gives, or Xavier's for all linear layers; "
         "without skips only the latter starts to learn")
+    pretrained: bool = _field(False, "Model", "start from the weights that timm has for the model")
     start_from: str | None = _field(None, "Model",
         "a .safetensors file or the folder of a run whose weights to start from; "
         "a head that does not fit starts fresh")

@@ -47,8 +47,17 @@ def check_together(recipe: "Recipe") -> None:
     """Raise if fields do not go together."""
     _check_needs(recipe)
     _check_eps_per_block(recipe)
-    if recipe.task == "probe" and recipe.start_from is None:
-        raise ValueError("task=probe trains a head on trained weights; add start_from=RUN_OR_FILE.")
+    trained = [name for name in ("pretrained", "start_from") if getattr(recipe, name)]
+    if len(trained) == 2:
+        raise ValueError("expected pretrained or start_from, got both; leave one of them out.")
+    if trained and recipe.init != "timm":
+        raise ValueError(
+            f"init={recipe.init} would draw anew what {trained[0]} loads; leave one of them out."
+        )
+    if recipe.task == "probe" and not trained:
+        raise ValueError(
+            "task=probe trains a head on trained weights; add start_from=RUN_OR_FILE or pretrained."
+        )
     if recipe.task == "mae" and (recipe.mixup or recipe.cutmix):
         raise ValueError("task=mae has no labels to mix; leave mixup and cutmix out.")
     if recipe.batch_size % recipe.accumulate:
