@@ -1,8 +1,10 @@
 """Two processes equal one at the same global batch, replicated or sharded, also when one is killed."""
 
+import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -23,14 +25,17 @@ def launch(folder: Path, *arguments: str) -> None:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    ended = subprocess.run(
-        [sys.executable, *command, str(TESTS / "distributed_run.py"), str(folder), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    # One at a time: two launchers that look for a free port at the same moment may find the same.
+    with (Path(tempfile.gettempdir()) / "wellposed-torchrun.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ended = subprocess.run(
+            [sys.executable, *command, str(TESTS / "distributed_run.py"), str(folder), *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 

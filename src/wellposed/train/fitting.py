@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from wellposed.surgery import edits as edits_of
+from wellposed.train.agree import wait_for_all
 from wellposed.train.batches import EvalBatches, TrainBatches, make_batches
 from wellposed.train.batches.order import slot_positions
 from wellposed.train.checkpoint import Store
@@ -178,6 +179,7 @@ def _train(
             reporter.event("finished", update=loop.updates)
         summary = reporter.write_result(about) | {"status": status}
         table = reporter.table()
+    wait_for_all()  # what the first process writes is there when any of them returns
     if is_first:
         console.print(table)
     return _result(status, folder, summary)

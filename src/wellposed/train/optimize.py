@@ -19,14 +19,14 @@ SCHEDULES = ("cosine", "tanh", "poly", "step", "multistep")
 
 def check_optimizer(recipe: Recipe) -> None:
     """Raises if timm does not have what the recipe names."""
-    for name, value, known in (
-        ("optimizer", recipe.optimizer, list_optimizers()),
-        ("schedule", recipe.schedule, SCHEDULES),
+    for name, value, known, all_of_them in (
+        ("optimizer", recipe.optimizer, list_optimizers(), "timm.optim.list_optimizers() lists them"),
+        ("schedule", recipe.schedule, SCHEDULES, f"they are {', '.join(SCHEDULES)}"),
     ):
         if value not in known:
             close = difflib.get_close_matches(value, list(known), n=1, cutoff=0.4)
             hint = f"; did you mean {close[0]!r}?" if close else "."
-            raise ValueError(f"{name} must be one of timm's ({', '.join(known)}), got {value!r}{hint}")
+            raise ValueError(f"{name} must be one of timm's ({all_of_them}), got {value!r}{hint}")
     if recipe.warmup_epochs is not None and recipe.warmup_epochs >= recipe.epochs:
         raise ValueError(
             f"warmup_epochs must be less than epochs, got {recipe.warmup_epochs} and {recipe.epochs}."
