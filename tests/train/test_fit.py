@@ -52,6 +52,16 @@ def test_models_of_every_kind_train(model, photographs, tmp_path) -> None:
     assert built.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 2)
 
 
+def test_a_model_without_known_blocks_trains_unmeasured(photographs, tmp_path) -> None:
+    fields = {"data": str(photographs), "limit": 32, "model": "test_resnet", "model_options": {}, "epochs": 1}
+    assert run(tmp_path / "run", **fields, monitor_every=None).status == "finished"
+    said = [line["text"] for line in read_run(tmp_path / "run") if line["event"] == "note"]
+    assert "kappa and density are not measured: no block of test_resnet is known." in said
+    with pytest.raises(wp.UnknownModelError):
+        run(tmp_path / "other", **fields, monitor_every=5)
+    assert not (tmp_path / "other").exists()
+
+
 def test_what_was_left_open_stands_in_the_folder(photographs, tmp_path) -> None:
     run(tmp_path, data=str(photographs), limit=None, model="vit_tiny_patch16_224", graying="dct", epochs=1)
     written = tomllib.loads((tmp_path / "recipe.toml").read_text())

@@ -91,6 +91,9 @@ def test_rollbacks_end(tmp_path, monkeypatch) -> None:
     result = run(tmp_path, on_nonfinite="rollback", epochs=1)
     assert result.status == "nonfinite"
     assert result.summary["rollbacks"] == 3
+    # Measured to explain it, although this run has no monitor.
+    report = json.loads((tmp_path / "nonfinite-00000002-3" / "report.json").read_text())
+    assert report["measured"]["kappa/0/input"] > 1
 
 
 class Normed(nn.Module):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from wellposed import anatomy
+from wellposed.errors import UnknownModelError
 from wellposed.probes import Monitor
 from wellposed.train.agree import largest, total, wait_for_all
 from wellposed.train.batches import Batch, EvalBatches, TrainBatches
@@ -104,11 +105,14 @@ class Loop:
         self.last_test: Tested | None = None
         self.monitor: PacedMonitor | None = None
         if monitor_images is not None:
-            # In a masked autoencoder the encoder's blocks are looked at, not the decoder's.
-            blocks = slice(0, len(anatomy.blocks(task.trunk))) if recipe.task == "mae" else None
-            watched = Monitor(task.watched(), monitor_images, blocks=blocks)
-            self.monitor = PacedMonitor(watched, recipe.monitor_every)
+            self.monitor = PacedMonitor(self._monitor_of(monitor_images), recipe.monitor_every)
         self._left_out = 0
+
+    def _monitor_of(self, images: Tensor) -> Monitor:
+        # In a masked autoencoder the encoder's blocks are looked at, not the decoder's.
+        is_mae = self.recipe.task == "mae"
+        blocks = slice(0, len(anatomy.blocks(self.task.trunk))) if is_mae else None
+        return Monitor(self.task.watched(), images, blocks=blocks)
 
     def resume(self, checkpoint: Checkpoint | None) -> None:
         """Go on from a checkpoint, which the first process has."""
@@ -248,7 +252,7 @@ class Loop:
         if self.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier start, at the same update
         wait_for_all()
-        measured = {} if self.monitor is None else self.monitor.monitor.measure()
+        measured = self._measured()
         self.task.train_mode()
         self.optimizer.zero_grad(set_to_none=True)
         seed_update(self.recipe.seed, update, self.rank)
@@ -269,6 +273,15 @@ class Loop:
         self.reporter.warn(sentence)
         wait_for_all()
         return folder.name
+
+    def _measured(self) -> dict[str, float]:
+        """Kappa and density now, with or without a monitor; nothing of a model without known blocks."""
+        if self.monitor is not None:
+            return self.monitor.monitor.measure()
+        try:
+            return self._monitor_of(next(iter(self.test)).images[:4]).measure()
+        except UnknownModelError:
+            return {}
 
     def _roll_back(self) -> None:
         rollbacks = self.progress.rollbacks + 1

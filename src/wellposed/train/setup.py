@@ -9,6 +9,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
+from wellposed import anatomy
+from wellposed.errors import UnknownModelError
 from wellposed.train.batches import choose_placement
 from wellposed.train.batches.checks import check_batch_size, check_images, check_share
 from wellposed.train.checkpoint.processes import from_first
@@ -69,7 +71,7 @@ def prepare(recipe: Recipe, accelerator: Accelerator) -> Prepared:
     if recipe.compile is None:
         recipe = dataclasses.replace(recipe, compile=device.type == "cuda")
     built = build_model(recipe, len(data.classes), data.channels)
-    recipe = resolve_for(recipe, built.model)
+    recipe = _with_a_monitor_that_can_be(resolve_for(recipe, built.model), built)
     if recipe.task == "mae":
         check_mae(built.model, recipe.mask_ratio)
     assert recipe.image_size is not None
@@ -77,6 +79,18 @@ def prepare(recipe: Recipe, accelerator: Accelerator) -> Prepared:
     check_images(recipe, data, recipe.image_size, built.mean, built.std)
     check_batch_size(recipe, len(data.train))
     return Prepared(recipe, data, built, recipe.image_size)
+
+
+def _with_a_monitor_that_can_be(recipe: Recipe, built: Built) -> Recipe:
+    """Models without blocks that are known, a ResNet say, train like others; there is nothing to measure."""
+    try:
+        anatomy.blocks(built.model)
+    except UnknownModelError:
+        if recipe.monitor_every:
+            raise
+        built.notes.append(f"kappa and density are not measured: no block of {recipe.model} is known.")
+        return dataclasses.replace(recipe, monitor_every=0)
+    return recipe
 
 
 def with_placement(prepared: Prepared, folder: Path, overwrite: bool, device: torch.device) -> Recipe:
