@@ -1,6 +1,8 @@
 """Runs from a recipe to weights: models, edits, tasks, folders."""
 
 import json
+import os
+import pickle
 import tomllib
 
 import numpy as np
@@ -13,7 +15,11 @@ from safetensors.torch import load_file
 import wellposed as wp
 from short_runs import TINY, recipe, run, weights
 from wellposed.train import Recipe, fit
+from wellposed.train import model as builder
+from wellposed.train.data import open_data
+from wellposed.train.model import build_model
 from wellposed.train.report import read_run
+from wellposed.train.resolve import resolve
 
 SMALL_MODELS = {
     "vit_tiny_patch16_224": TINY,
@@ -117,9 +123,6 @@ def test_eps_follows_its_schedule(tmp_path, monkeypatch) -> None:
 
 
 def test_xavier_is_another_start(tmp_path) -> None:
-    from wellposed.train.data import open_data
-    from wellposed.train.model import build_model
-    from wellposed.train.resolve import resolve
 
     data = open_data("digits")
     models = {init: build_model(resolve(recipe(init=init), data), 10, 1).model for init in ("timm", "xavier")}
@@ -210,9 +213,6 @@ def test_bad_input_is_told_before_a_folder_is_made(fields, message, tmp_path) ->
 
 
 def test_a_pickle_is_refused_and_does_not_run(tmp_path) -> None:
-    import os
-    import pickle
-
     class Evil:
         def __reduce__(self):
             return os.system, (f"touch {tmp_path / 'ran'}",)
@@ -234,8 +234,6 @@ def test_digits_by_default(tmp_path) -> None:
 
 def test_pretrained_weights(tmp_path, monkeypatch) -> None:
     """What the hub would give is made here: the model of another seed."""
-    from wellposed.train import model as builder
-
     asked = []
 
     def build(name, *, seed, pretrained, **options):

@@ -60,8 +60,7 @@ def test_two_processes_equal_one(alone, tmp_path, parallel, kill_at) -> None:
         int(kill_at) - 1,
     ]
     got, expected = (load_file(path / "last" / "model.safetensors") for path in (folder, alone))
-    fresh = load_file(alone / "best" / "model.safetensors")
-    assert got.keys() == expected.keys() == fresh.keys()
+    assert got.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=2e-4, atol=2e-5)
     tests = [

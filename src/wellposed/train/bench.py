@@ -26,7 +26,7 @@ from wellposed.train.data import ImageData, Split
 from wellposed.train.data.images import PixelImages
 from wellposed.train.loop import LOOK_EVERY, Loop, Sums
 from wellposed.train.model import build_model
-from wellposed.train.monitoring import USUAL, paced
+from wellposed.train.monitoring import USUAL, first_test_images, paced
 from wellposed.train.recipe import Recipe
 from wellposed.train.resolve import resolve, resolve_for
 from wellposed.train.seeding import generators_kept
@@ -175,7 +175,7 @@ def _loop(recipe: Recipe, data: ImageData, accelerator: Accelerator, folder: Pat
     )
     task = make_task(built.model, recipe)
     task.module.to(accelerator.device)
-    images = next(iter(test)).images[:4]
+    images = first_test_images(test)
     # Enough epochs that the schedule does not end within the measurement.
     recipe = replace(recipe, epochs=10_000, monitor_every=USUAL)
     loop = Loop(recipe, task, task.module, train, test, accelerator, Store(folder), lambda *_: None, images)

@@ -31,6 +31,7 @@ from wellposed.train.mae import MaskedAutoencoder
 from wellposed.train.mae_check import mae_warnings
 from wellposed.train.mae_masks import fixed_mask_noise
 from wellposed.train.mae_picture import draw_reconstruction
+from wellposed.train.monitoring import first_test_images
 from wellposed.train.optimize import check_optimizer
 from wellposed.train.parallel import distribute
 from wellposed.train.recipe import Recipe
@@ -41,8 +42,6 @@ from wellposed.train.seeding import generators_kept
 from wellposed.train.setup import Prepared, make_accelerator, prepare, with_placement
 from wellposed.train.signals import StopRequest
 from wellposed.train.tasks import Task, make_task
-
-MONITOR_IMAGES = 4
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def _train(
     about = environment()
     task = make_task(prepared.built.model, recipe, _positions(recipe, accelerator))
     task.module.to(device)
-    images = _first_images(test) if recipe.monitor_every != 0 else None
+    images = first_test_images(test) if recipe.monitor_every != 0 else None
     store = Store(folder / "checkpoints", recipe.keep)
     exporter = _exporter(folder, recipe, prepared, about)
     module = distribute(task.module, task.trunk, recipe, device)
@@ -212,10 +211,6 @@ def _positions(recipe: Recipe, accelerator: Accelerator) -> Tensor:
         for number in range(recipe.accumulate)
     ]
     return torch.stack([torch.from_numpy(positions) for positions in passes])
-
-
-def _first_images(test: EvalBatches) -> Tensor:
-    return next(iter(test)).images[:MONITOR_IMAGES]
 
 
 def _exporter(folder: Path, recipe: Recipe, prepared: Prepared, about: dict[str, Any]) -> Exporter:

@@ -25,7 +25,7 @@ from wellposed.train.eps import EpsSchedule
 from wellposed.train.evaluate import Tested, evaluate
 from wellposed.train.explain import explain
 from wellposed.train.guard import Guard, takes_flag
-from wellposed.train.monitoring import PacedMonitor
+from wellposed.train.monitoring import PacedMonitor, first_test_images
 from wellposed.train.optimize import gradient_norm, make_optimizer, make_schedule
 from wellposed.train.parallel import accumulating, compiled
 from wellposed.train.recipe import Recipe
@@ -279,7 +279,7 @@ class Loop:
         if self.monitor is not None:
             return self.monitor.monitor.measure()
         try:
-            return self._monitor_of(next(iter(self.test)).images[:4]).measure()
+            return self._monitor_of(first_test_images(self.test)).measure()
         except UnknownModelError:
             return {}
 

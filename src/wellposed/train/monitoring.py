@@ -3,12 +3,22 @@
 import math
 import time
 
+from torch import Tensor
+
 from wellposed.probes import Monitor
+from wellposed.train.batches import EvalBatches
 
 USUAL = 100
 """Updates between two measurements where nothing else is said."""
 SHARE = 0.01
 """Of the time that training takes, which measuring may take at most."""
+
+IMAGES = 4
+
+
+def first_test_images(test: EvalBatches) -> Tensor:
+    """Those that a monitor looks at; the same on every start of a run."""
+    return next(iter(test)).images[:IMAGES]
 
 
 class PacedMonitor:

@@ -32,7 +32,6 @@ class Progress:
 
     update: int = 0
     best: float | None = None
-    best_update: int = 0
     rollbacks: int = 0
     monitor_every: int | None = None
 
@@ -128,7 +127,7 @@ class Saver:
         chosen = averaged if averaged is not None and is_average else tested
         if progress.best is not None and score(chosen) <= progress.best:
             return False
-        progress.best, progress.best_update = score(chosen), progress.update
+        progress.best = score(chosen)
         note = "They are those of the best test of the run, so a test on other images may be a little worse."
         if is_average:
             note = f"They are an exponential moving average of the weights. {note}"

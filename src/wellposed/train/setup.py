@@ -98,12 +98,12 @@ def with_placement(prepared: Prepared, folder: Path, overwrite: bool, device: to
 
     Which it is may depend on the memory that is free, and images are augmented differently in both.
     """
-    recipe = prepared.recipe
-    before = None if overwrite else placement_before(folder)
-    if recipe.placement == "auto" and before is not None:
-        recipe = dataclasses.replace(recipe, placement=before)
 
     def placed() -> Recipe:
+        recipe = prepared.recipe
+        before = None if overwrite else placement_before(folder)
+        if recipe.placement == "auto" and before is not None:
+            recipe = dataclasses.replace(recipe, placement=before)
         placement = choose_placement(recipe, prepared.data, prepared.size, device)
         return dataclasses.replace(recipe, placement=placement)
 

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from split_pixels import Pixels
 from wellposed.train.data import Split, UnreadableImageError, open_data
 from wellposed.train.data import folder as folder_module
 
@@ -205,19 +206,6 @@ def test_folders_that_are_no_set(write_folder: WriteFolder, tmp_path: Path) -> N
         open_data(str(root))
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere"):
         open_data(f"folder:{tmp_path / 'nowhere'}")
-
-
-class Pixels:
-    """A Dataset of arrays, to see a split from a worker process."""
-
-    def __init__(self, split: Split) -> None:
-        self.split = split
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return np.asarray(self.split.picture(index))
 
 
 def test_worker_processes_see_the_same_images(write_folder: WriteFolder) -> None:

@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from wellposed.train.data import Split, UnreadableImageError, open_data, shards
+from split_pixels import Pixels
+from wellposed.train.data import UnreadableImageError, open_data, shards
 from wellposed.train.data.shard_names import braces_expanded, shard_paths
 
 
@@ -109,19 +110,6 @@ def test_pickled_and_read_by_threads_and_processes(spec: str) -> None:
     loader = DataLoader(Pixels(split), sampler=order, num_workers=2)
     for index, batch in zip(order, loader, strict=True):
         np.testing.assert_array_equal(batch[0].numpy(), expected[index])
-
-
-class Pixels:
-    """A Dataset of arrays, to see a split from a worker process."""
-
-    def __init__(self, split: Split) -> None:
-        self.split = split
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return np.asarray(self.split.picture(index))
 
 
 def test_a_shard_that_changes_is_not_read_wrongly(
