@@ -20,7 +20,8 @@ def _scaled_broadcast(x: Tensor) -> Tensor:
 
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "svd": lambda x: gray(x, 0.7, "svd"),
-    "spectral": lambda x: gray(x, 0.7, "spectral"),
+    "spectral": lambda x: gray(x, 0.7, "spectral", floor=1e-2),  # the same for float32 and float64
+    "condition": lambda x: gray(x, method="condition", floor=1e-2),
     "dct": lambda x: gray(x, 0.7, "dct"),
     "cb": broadcast,
     "cb_s": _scaled_broadcast,
@@ -73,7 +74,7 @@ def test_backward_after_autocast_keeps_dtype_and_digits(name, dtype):
     torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["svd", "spectral", "dct"])
+@pytest.mark.parametrize("name", ["svd", "spectral", "condition", "dct"])
 def test_float32_under_autocast_has_the_digits_of_float32(name):
     x = tokens(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

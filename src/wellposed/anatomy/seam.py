@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from wellposed.anatomy.marked import set_class, unmarked_class
 from wellposed.anatomy.rows import Add, BlockRow, Role
 from wellposed.errors import SeamError
 
@@ -72,7 +73,7 @@ def open_seam(block: nn.Module, row: BlockRow) -> None:
             f"this {type(block).__name__} has a forward of its own on the instance (dispatch hooks or a "
             "patch put it there), which would hide the edit; edit the model before that."
         )
-    seamed = _seamed_class(type(block), row)  # type: ignore[arg-type]
+    seamed = _seamed_class(unmarked_class(block), row)  # type: ignore[arg-type]
     for role in row.roles:
         if hasattr(block, join_name(role)):
             raise SeamError(
@@ -80,7 +81,7 @@ def open_seam(block: nn.Module, row: BlockRow) -> None:
             )
         join = Join(role)
         block.add_module(join_name(role), join.train(block.training))
-    block.__class__ = seamed
+    set_class(block, seamed)
 
 
 def close_seam(block: nn.Module) -> None:
@@ -89,7 +90,7 @@ def close_seam(block: nn.Module) -> None:
         return
     for join in joins(block):
         delattr(block, join_name(join.role))
-    block.__class__ = type(block)._seam_of  # type: ignore[attr-defined]
+    set_class(block, type(block)._seam_of)  # type: ignore[attr-defined]
 
 
 def _new_seamed(upstream: type[nn.Module], row: BlockRow, *args: Any) -> nn.Module:

@@ -2,6 +2,9 @@
 
 from wellposed.linalg.dct import dct2, dct_matrix, idct2
 from wellposed.linalg.power import DEFAULT_FLOOR, power_gain
+from wellposed.linalg.spectral_plan import Plan, Precision, spectral_plan
+from wellposed.linalg.spectral_power import spectral_condition, spectral_power
+from wellposed.linalg.spectral_target import power_for_kappa
 from wellposed.linalg.spectrum import (
     KAPPA_LIMIT,
     ConditionNumber,
@@ -16,13 +19,19 @@ __all__ = [
     "DEFAULT_FLOOR",
     "KAPPA_LIMIT",
     "ConditionNumber",
+    "Plan",
+    "Precision",
     "condition_number",
     "dct2",
     "dct_matrix",
     "effective_rank",
     "idct2",
+    "power_for_kappa",
     "power_gain",
     "singular_values",
+    "spectral_condition",
+    "spectral_plan",
+    "spectral_power",
     "stable_rank",
     "svd_power",
 ]

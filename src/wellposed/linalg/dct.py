@@ -59,45 +59,61 @@ def dct_matrix(n: int, *, like: Tensor) -> Tensor:
     return make(n, like.dtype, like.device)
 
 
+def _half_products(x: Tensor, rows: Tensor, columns: Tensor, size: Tensor | None) -> Tensor:
+    """The product rows @ x @ columns^T with factors of float16's 11 bits.
+
+    Every matrix is divided by its size first: sums of N D numbers below 1 are far from the end of float16.
+    """
+    if size is None:
+        size = x.abs().amax((-2, -1), keepdim=True)
+    size = torch.where(size == 0, 1, size)
+    out = rows.half() @ (x / size).half() @ columns.half().mT
+    return out.to(x.dtype) * size
+
+
 class _Rotate(torch.autograd.Function):
     """rows @ x @ columns^T, whose gradient keeps its digits in a backward pass inside autocast too."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        return rows @ x @ columns.mT
+    def forward(x: Tensor, rows: Tensor, columns: Tensor, half: bool, size: Tensor | None) -> Tensor:
+        return _half_products(x, rows, columns, size) if half else rows @ x @ columns.mT
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        _, rows, columns = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, rows, columns, ctx.half, _ = inputs
         ctx.save_for_backward(rows, columns)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, columns = ctx.saved_tensors
         with without_autocast(grad):
-            return _rotate(grad, rows.mT, columns.mT), None, None
+            return _rotate(grad, rows.mT, columns.mT, ctx.half), None, None, None, None
 
 
-def _rotate(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def _rotate(x: Tensor, rows: Tensor, columns: Tensor, half: bool, size: Tensor | None = None) -> Tensor:
     # Plain products under forward-mode differentiation, for which a Function needs a rule that the
     # compiler does not take.
     if not torch.compiler.is_compiling() and (
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):
         return rows @ x @ columns.mT
-    out: Tensor = _Rotate.apply(x, rows, columns)
+    out: Tensor = _Rotate.apply(x, rows, columns, half, None if size is None else size.detach())
     return out
 
 
-def dct2(x: Tensor) -> Tensor:
-    """Orthonormal DCT-II over the last two axes of x (..., N, D)."""
-    return _rotate(x, dct_matrix(x.shape[-2], like=x), dct_matrix(x.shape[-1], like=x))
+def dct2(x: Tensor, *, half: bool = False) -> Tensor:
+    """Orthonormal DCT-II over the last two axes of x (..., N, D).
+
+    With ``half`` the factors of the products have the 11 bits of float16, whatever the size of x, which a GPU
+    multiplies much faster. There and back that is an error of about 1e-3.
+    """
+    return _rotate(x, dct_matrix(x.shape[-2], like=x), dct_matrix(x.shape[-1], like=x), half)
 
 
-def idct2(coefficients: Tensor) -> Tensor:
-    """Inverse of :func:`dct2`."""
+def idct2(coefficients: Tensor, *, half: bool = False, size: Tensor | None = None) -> Tensor:
+    """Inverse of :func:`dct2`; with ``half`` the size (..., 1, 1) of the largest coefficient may be given."""
     rows = dct_matrix(coefficients.shape[-2], like=coefficients)
     columns = dct_matrix(coefficients.shape[-1], like=coefficients)
-    return _rotate(coefficients, rows.mT, columns.mT)
+    return _rotate(coefficients, rows.mT, columns.mT, half, size)

@@ -11,19 +11,37 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from wellposed.linalg import DEFAULT_FLOOR, dct2, idct2, power_gain, svd_power
+from wellposed.linalg import (
+    DEFAULT_FLOOR,
+    Precision,
+    dct2,
+    idct2,
+    power_for_kappa,
+    power_gain,
+    spectral_condition,
+    spectral_plan,
+    spectral_power,
+    svd_power,
+)
 from wellposed.linalg.precision import without_autocast
+from wellposed.linalg.spectral_plan import DEFAULT_TOLERANCE
 
-Method = Literal["spectral", "svd", "dct"]
+Method = Literal["spectral", "svd", "dct", "condition"]
+
+DEFAULT_EPS: dict[Method, float] = {"spectral": 0.7, "svd": 0.7, "dct": 0.95}
+"""What the paper found best for each method that has a power."""
 
 
 def gray(
     x: Tensor,
-    eps: float | Tensor,
+    eps: float | Tensor | None = None,
     method: Method = "spectral",
     *,
+    target_kappa: float | None = None,
     rescale: bool = True,
-    floor: float = DEFAULT_FLOOR,
+    floor: float | None = None,
+    tolerance: float = DEFAULT_TOLERANCE,
+    precision: Precision = "auto",
 ) -> Tensor:
     r"""Token Graying: flatten the spectrum of the token matrix.
 
@@ -35,14 +53,24 @@ def gray(
 
     Args:
         x: (..., N, D) tokens, floating point.
-        eps: in (0, 1]. 1 leaves the tokens as they are, less is flatter. A tensor of one number, on x's
-            device, may change without compiling again; its range is not checked, and it gets no gradient.
-        method: ``"svd"`` is exact, by ``torch.linalg.svd``, with a gradient that is finite where
-            singular values repeat or vanish. ``"dct"`` is the paper's cheap stand-in. ``"spectral"``
-            is the same map as ``"svd"``, and at present the same code. ONNX has no SVD: a model to be
-            exported there takes ``"dct"``.
+        eps: in (0, 1]. 1 leaves the tokens as they are, less is flatter; None is the paper's choice for the
+            method (0.7, DCT 0.95). A tensor of one number, on x's device, may change without compiling again;
+            its range is not checked, and it gets no gradient. With ``"spectral"`` it may also have one
+            number for each matrix (...).
+        method: ``"spectral"`` is the map above by matrix products, each singular value right to
+            ``tolerance``. ``"svd"`` is the same to the last digits by ``torch.linalg.svd``; it is far slower,
+            and ONNX has none. ``"dct"`` is the paper's cheap stand-in. ``"condition"`` has no eps:
+            X + s_max U V^T (arXiv 2505.12789), whose kappa is at most 2. All gradients are finite where
+            singular values repeat or vanish.
+        target_kappa: instead of eps, with ``"spectral"``: each matrix gets the eps that makes its kappa this
+            one, or stays as it is if that is smaller already. kappa counts up to 1 / floor. The gradient
+            takes the eps found for a constant.
         rescale: False gives the paper's literal (S / s_max)^eps, whose largest value is 1.
-        floor: values below ``floor`` times the largest are scaled linearly, which bounds the gradient.
+        floor: values below ``floor`` times the largest are scaled linearly, which bounds the gradient. None
+            is 1e-7 for ``"svd"`` and ``"dct"``; 1e-4 otherwise, or 1/300 where the arithmetic is float32.
+        tolerance, precision: of ``"spectral"`` and ``"condition"``, see
+            :func:`wellposed.linalg.spectral_power`; ``print(wellposed.linalg.spectral_plan(x))`` tells what
+            they come to.
 
     A matrix that holds a non-finite value gives a non-finite result, the others are untouched. Zero
     tokens give zeros, and pass their gradient on as it is.
@@ -51,20 +79,43 @@ def gray(
     >>> x = torch.diag(torch.tensor([100.0, 1.0]))
     >>> torch.linalg.cond(gray(x, 0.5, "svd"))
     tensor(10.)
+    >>> round(torch.linalg.cond(gray(x, target_kappa=4)).item(), 1)
+    4.0
     """
     _check_tokens(x)
-    if not isinstance(eps, Tensor):
-        _check_fraction("eps", eps, "1 leaves the tokens as they are, less flattens their spectrum")
-        eps = float(eps)
-    elif eps.numel() != 1:
-        raise ValueError(f"eps must be one number, got a tensor of shape {tuple(eps.shape)}.")
-    _check_fraction("floor", floor, f"the default is {DEFAULT_FLOOR}")
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}.")
-    if isinstance(eps, float) and eps == 1 and rescale:
-        return x
-    flatten = _gray_dct if method == "dct" else svd_power
-    return _in_float32(lambda wide: flatten(wide, eps, rescale=rescale, floor=floor), x)
+    _check_choices(method, eps, target_kappa, rescale)
+    if floor is not None:
+        _check_fraction("floor", floor, "it is relative to the largest value, and None is the method's own")
+    _check_fraction("tolerance", tolerance, f"the default is {DEFAULT_TOLERANCE}")
+    if method in ("svd", "dct") and (tolerance != DEFAULT_TOLERANCE or precision != "auto"):
+        raise ValueError(f"tolerance and precision go with spectral and condition, got method={method!r}.")
+    if method == "condition":
+        return spectral_condition(x, floor=floor, tolerance=tolerance, precision=precision)
+    if target_kappa is not None:
+        # Down to 1/300 would be too few: real tokens have a kappa of some thousands.
+        is_open = precision == "auto" and floor is None and x.device.type != "mps"
+        precision = "float64" if is_open else precision
+        plan = spectral_plan(x, floor=floor, tolerance=tolerance, precision=precision)
+        eps = power_for_kappa(x, float(target_kappa), plan.floor)
+    elif eps is None:
+        eps = DEFAULT_EPS[method]
+    elif isinstance(eps, Tensor):
+        _check_powers(eps, x, method)
+    else:
+        _check_fraction("eps", eps, "1 leaves the tokens as they are, less flattens their spectrum")
+        eps = float(eps)
+        if eps == 1 and rescale:
+            return x
+    if method == "spectral":
+        return spectral_power(x, eps, rescale=rescale, floor=floor, tolerance=tolerance, precision=precision)
+    lowest = DEFAULT_FLOOR if floor is None else floor
+    if method == "svd":
+        return _in_float32(lambda wide: svd_power(wide, eps, rescale=rescale, floor=lowest), x)
+    # Where products of 8 bits are asked for, a GPU gives them with 11, at a fraction of the price of 24.
+    half = x.is_cuda and (x.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled("cuda"))
+    return _in_float32(lambda wide: _gray_dct(wide, eps, rescale=rescale, floor=lowest, half=half), x)
 
 
 def broadcast(x: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -98,17 +149,18 @@ def _broadcast(x: Tensor, scale: Tensor | None) -> Tensor:
     return torch.lerp(x, mean.expand_as(x), scale.to(x.dtype).expand_as(x))
 
 
-def _gray_dct(x: Tensor, eps: float | Tensor, *, rescale: bool, floor: float) -> Tensor:
-    coefficients = dct2(x)
+def _gray_dct(x: Tensor, eps: float | Tensor, *, rescale: bool, floor: float, half: bool) -> Tensor:
+    coefficients = dct2(x, half=half)
     magnitude = coefficients.abs()
     largest = magnitude.amax((-2, -1), keepdim=True)
     is_zero = largest == 0
     largest = torch.where(is_zero, 1, largest)
     # Of a zero matrix nothing is small beside the largest: its gradient is the identity.
     relative = torch.where(is_zero, 1, magnitude / largest)
+    size = largest
     if not rescale:
-        coefficients = coefficients / largest
-    return idct2(coefficients * power_gain(relative, eps, floor))
+        coefficients, size = coefficients / largest, torch.ones_like(largest)
+    return idct2(coefficients * power_gain(relative, eps, floor), half=half, size=size)
 
 
 def _in_float32(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -137,6 +189,33 @@ def _check_tokens(x: Tensor) -> None:
             f"tokens need at least one token and one channel, got shape {tuple(x.shape)}; "
             "the last two axes are tokens and channels."
         )
+
+
+def _check_choices(
+    method: Method, eps: float | Tensor | None, target_kappa: float | None, rescale: bool
+) -> None:
+    """What cannot be chosen together."""
+    if method == "condition" and eps is not None:
+        raise ValueError("eps must be None with method='condition', which has no power; leave it out.")
+    if method == "condition" and not rescale:
+        raise ValueError("rescale=False goes with a power, got method='condition'; leave it out.")
+    if target_kappa is None:
+        return
+    if method != "spectral":
+        raise ValueError(f"target_kappa goes with method='spectral', got {method!r}; give eps instead.")
+    if eps is not None:
+        raise ValueError("target_kappa stands instead of eps, got both; leave one of them out.")
+    if not isinstance(target_kappa, numbers.Real) or isinstance(target_kappa, bool):
+        raise TypeError(f"target_kappa must be a number, got {type(target_kappa).__name__}.")
+    if not 1 <= target_kappa < float("inf"):
+        raise ValueError(f"target_kappa must be at least 1 and finite, got {target_kappa}.")
+
+
+def _check_powers(eps: Tensor, x: Tensor, method: Method) -> None:
+    if eps.numel() == 1 or (method == "spectral" and eps.shape == x.shape[:-2]):
+        return
+    also = f" or one for each matrix {tuple(x.shape[:-2])}" if method == "spectral" else ""
+    raise ValueError(f"eps must be one number{also}, got a tensor of shape {tuple(eps.shape)}.")
 
 
 def _check_scale(scale: Tensor, channels: int) -> None:

@@ -1,16 +1,14 @@
 """Token Graying (arXiv 2505.01996) as modules, of tokens and of the pixels under them."""
 
-from typing import get_args
-
 import torch
 from torch import Tensor, nn
 
-from wellposed.linalg import DEFAULT_FLOOR
+from wellposed.linalg import Precision
+from wellposed.linalg.spectral_plan import DEFAULT_TOLERANCE
 from wellposed.nn import functional
-from wellposed.nn.functional import Method
+from wellposed.nn.functional import DEFAULT_EPS, Method
 
-DEFAULT_EPS: dict[Method, float] = {"spectral": 0.7, "svd": 0.7, "dct": 0.95}
-"""What the paper found best for each method."""
+__all__ = ["DEFAULT_EPS", "PixelGraying", "TokenGraying"]
 
 
 class TokenGraying(nn.Module):
@@ -21,6 +19,8 @@ class TokenGraying(nn.Module):
 
     >>> TokenGraying(0.7, "dct")
     TokenGraying(eps=0.7, method='dct')
+    >>> TokenGraying(target_kappa=10, floor=1e-5)
+    TokenGraying(target_kappa=10, method='spectral', floor=1e-05)
     """
 
     def __init__(
@@ -28,28 +28,47 @@ class TokenGraying(nn.Module):
         eps: float | None = None,
         method: Method = "spectral",
         *,
+        target_kappa: float | None = None,
         rescale: bool = True,
-        floor: float = DEFAULT_FLOOR,
+        floor: float | None = None,
+        tolerance: float = DEFAULT_TOLERANCE,
+        precision: Precision = "auto",
     ) -> None:
         super().__init__()
         # An unknown method is refused below, whatever its eps.
-        usual = DEFAULT_EPS[method] if method in get_args(Method) else 1.0
-        self.eps: float | Tensor = usual if eps is None else eps
+        usual = DEFAULT_EPS.get(method) if target_kappa is None else None
+        self.eps: float | Tensor | None = usual if eps is None else eps
         self.method: Method = method
+        self.target_kappa = target_kappa
         self.rescale = rescale
         self.floor = floor
+        self.tolerance = tolerance
+        self.precision: Precision = precision
         # A wrong setting should fail where it is written, not at the first batch.
-        self._gray(torch.zeros(1, 1))
+        self._gray(torch.zeros(1, 1, device="cpu"))
 
     def _gray(self, x: Tensor) -> Tensor:
-        return functional.gray(x, self.eps, self.method, rescale=self.rescale, floor=self.floor)
+        return functional.gray(
+            x,
+            self.eps,
+            self.method,
+            target_kappa=self.target_kappa,
+            rescale=self.rescale,
+            floor=self.floor,
+            tolerance=self.tolerance,
+            precision=self.precision,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self._gray(x)
 
     def extra_repr(self) -> str:
-        literal = "" if self.rescale else ", rescale=False"
-        return f"eps={float(self.eps)}, method={self.method!r}{literal}"
+        shown: dict[str, object] = {"eps": None if self.eps is None else float(self.eps)}
+        shown |= {"target_kappa": self.target_kappa, "method": self.method}
+        shown |= {"rescale": None if self.rescale else False, "floor": self.floor}
+        shown["tolerance"] = None if self.tolerance == DEFAULT_TOLERANCE else self.tolerance
+        shown["precision"] = None if self.precision == "auto" else self.precision
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items() if value is not None)
 
 
 class PixelGraying(TokenGraying):
@@ -70,10 +89,21 @@ class PixelGraying(TokenGraying):
         eps: float | None = None,
         method: Method = "spectral",
         *,
+        target_kappa: float | None = None,
         rescale: bool = True,
-        floor: float = DEFAULT_FLOOR,
+        floor: float | None = None,
+        tolerance: float = DEFAULT_TOLERANCE,
+        precision: Precision = "auto",
     ) -> None:
-        super().__init__(eps, method, rescale=rescale, floor=floor)
+        super().__init__(
+            eps,
+            method,
+            target_kappa=target_kappa,
+            rescale=rescale,
+            floor=floor,
+            tolerance=tolerance,
+            precision=precision,
+        )
         sides = patch_size if isinstance(patch_size, tuple) else (patch_size, patch_size)
         if len(sides) != 2 or not all(type(side) is int for side in sides):
             raise TypeError(

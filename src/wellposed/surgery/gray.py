@@ -1,11 +1,12 @@
 """Token Graying of a model's input tokens, in place."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
 from wellposed.anatomy.model import BlockSelection, Place, embeddings, refuse_wrapped
-from wellposed.linalg import DEFAULT_FLOOR
+from wellposed.linalg import Precision
+from wellposed.linalg.spectral_plan import DEFAULT_TOLERANCE
 from wellposed.nn import PixelGraying, TokenGraying
 from wellposed.nn.functional import Method
 from wellposed.surgery.apply import insert_all
@@ -24,20 +25,24 @@ def gray_tokens(
     where: GrayWhere = "embedding",
     *,
     blocks: BlockSelection = None,
+    target_kappa: float | None = None,
     rescale: bool = True,
-    floor: float = DEFAULT_FLOOR,
+    floor: float | None = None,
+    tolerance: float = DEFAULT_TOLERANCE,
+    precision: Precision = "auto",
 ) -> Edits:
     """Put Token Graying into a model, in place.
 
     Args:
         model: any model of a known family, not yet compiled, sharded or replicated.
-        eps: in (0, 1]; None is the paper's choice for the method (0.7, DCT 0.95).
+        eps: in (0, 1]; None is the paper's choice for the method (0.7, DCT 0.95; "condition" has none).
         method: see :func:`wellposed.nn.functional.gray`.
         where: ``"embedding"``, the patch embedding's output, before position embedding and prefix
             tokens; ``"pixels"``, the pixel patches that go into it; ``"blocks"``, the input of the
             blocks named, prefix tokens included.
         blocks: with ``where="blocks"`` only: an index, a slice, several indices, or None for all.
-        rescale, floor: see :func:`wellposed.nn.functional.gray`.
+        target_kappa: instead of eps, the condition number that the tokens of every image get.
+        rescale, floor, tolerance, precision: see :func:`wellposed.nn.functional.gray`.
 
     Returns:
         What was touched.
@@ -54,8 +59,16 @@ def gray_tokens(
     if blocks is not None and where != "blocks":
         raise ValueError(f'blocks= goes with where="blocks", got where={where!r}; leave one of them out.')
 
+    settings: dict[str, Any] = {
+        "target_kappa": target_kappa,
+        "rescale": rescale,
+        "floor": floor,
+        "tolerance": tolerance,
+        "precision": precision,
+    }
+
     def inserted(place: Place) -> Inserted:
-        op = TokenGraying(eps, method, rescale=rescale, floor=floor)
+        op = TokenGraying(eps, method, **settings)
         return Inserted(op, KIND, where, place.layout)
 
     if where == "blocks":
@@ -68,7 +81,7 @@ def gray_tokens(
         insertions = []
         for name, convolution in _patch_convolutions(model):
             height, width = convolution.kernel_size
-            pixels = PixelGraying((height, width), eps, method, rescale=rescale, floor=floor)
+            pixels = PixelGraying((height, width), eps, method, **settings)
             place = Place(name, convolution, "before", "NCHW")
             insertions.append((place, Inserted(pixels, KIND, where, layout=None)))
     return insert_all(model, insertions)

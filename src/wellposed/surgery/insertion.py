@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from wellposed.anatomy.layout import from_tokens, to_tokens
+from wellposed.anatomy.marked import mark, unmark
 from wellposed.anatomy.model import Place
 from wellposed.anatomy.rows import Layout
 
@@ -60,6 +61,7 @@ def inserted_at(place: Place) -> Inserted | None:
 
 
 def insert(place: Place, inserted: Inserted) -> None:
+    mark(place.owner)
     place.owner.add_module(_CHILD[place.side], inserted.train(place.owner.training))
     if place.side == "before":
         place.owner.register_forward_pre_hook(run_before, with_kwargs=True)
@@ -72,6 +74,7 @@ def take_out(owner: nn.Module) -> None:
     for child in _CHILD.values():
         if isinstance(getattr(owner, child, None), Inserted):
             delattr(owner, child)
+            unmark(owner)
     # By the function: a handle would not survive a copy of the model.
     for key in [key for key, hook in owner._forward_pre_hooks.items() if hook is run_before]:
         del owner._forward_pre_hooks[key]

@@ -44,7 +44,7 @@ def compiled(module: nn.Module, recipe: Recipe, device: torch.device) -> Any:
 
 
 def _can_record(recipe: Recipe, device: torch.device) -> bool:
-    has_svd = recipe.graying in ("svd", "spectral")
+    has_svd = recipe.graying == "svd"
     # Gradients that are accumulated live in the memory that the next pass writes to.
     is_accumulating = recipe.accumulate > 1
     return device.type == "cuda" and not (several() or has_svd or is_accumulating)

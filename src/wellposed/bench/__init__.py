@@ -1,0 +1,1 @@
+"""Measurements of speed: what graying costs alone and inside a training step."""

@@ -1,0 +1,80 @@
+"""Seconds and bytes of a call, on any device."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+BLOCKS = 5
+"""Blocks of calls that one measurement is made of; what they differ by is its spread."""
+
+_MOST_CALLS = 1000
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def seconds_per_call(call: Callable[[], object], count: int, device: torch.device) -> float:
+    synchronize(device)
+    before = time.perf_counter()
+    for _ in range(count):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - before) / count
+
+
+def timed(call: Callable[[], object], device: torch.device, budget: float) -> list[float]:
+    """Seconds of a call, one value a block of calls, within about ``budget`` seconds.
+
+    A call that takes the whole budget is made once. The caller has warmed it up.
+    """
+    first = seconds_per_call(call, 1, device)
+    if first >= budget:
+        return [first]
+    count = min(max(int(budget / BLOCKS / max(first, 1e-7)), 1), _MOST_CALLS)
+    return [seconds_per_call(call, count, device) for _ in range(BLOCKS)]
+
+
+class PeakMemory:
+    """Bytes of a CUDA device that a piece of work took beyond what was there; None elsewhere.
+
+    >>> with PeakMemory(torch.device("cpu")) as peak:
+    ...     _ = torch.zeros(1000)
+    >>> peak.bytes is None
+    True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.bytes: int | None = None
+
+    def __enter__(self) -> "PeakMemory":
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self.device) - self._before
+
+
+def release(device: torch.device) -> None:
+    """Give cached memory back, so that one method's pieces do not stand in another's way."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+
+
+def message(error: BaseException) -> str:
+    """An error as one line of a table, with what kind it is."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else ""
+    short = text if len(text) <= 200 else f"{text[:197]}..."
+    return f"{type(error).__name__}: {short}" if short else type(error).__name__

@@ -1,0 +1,129 @@
+"""Which arithmetic raises singular values to a power by squaring, and with what error.
+
+float64 products are as fast as float32 ones on the GPUs of data centres, and slow elsewhere. float32 has the
+digits of singular values down to 1/300 of the largest only, so the two have different floors. Close to its
+floor the rounding of X X^T in float32 is the larger part of the error: up to 4e-3 for eps = 0.3, if one
+singular value towers above all others, and 1.3e-3 for even spectra. It falls with the square of the value.
+
+>>> print(spectral_plan(torch.zeros(196, 768)))
+portable chain in float32: 5e-03 of each singular value above 1/300 of the largest
+>>> print(spectral_plan(torch.zeros(196, 768), precision="float64"))
+portable chain in float64: 1e-03 of each singular value above 1/10000 of the largest
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+Precision = Literal["auto", "float32", "float64"]
+Engine = Literal["portable", "hopper"]
+
+FLOOR_FLOAT64 = 1e-4
+FLOOR_FLOAT32 = 1 / 300
+DEFAULT_TOLERANCE = 1e-3
+
+FIT_SHARE = 0.7
+"""Of the tolerance, for the fit of the chain; the rest is for lambda_max and rounding."""
+
+_FAST_FLOAT64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
+"""Compute capabilities of the GPUs with as many float64 as half the float32 units: P100 to B200."""
+
+_HOPPER = (9, 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How singular values are raised to a power.
+
+    Attributes:
+        engine: ``"hopper"`` are kernels for that GPU, ``"portable"`` batched products anywhere.
+        precision: of the chain, ``"float32"`` or ``"float64"``.
+        floor: relative to the largest singular value; the result is linear well below it.
+        tolerance: what was asked for.
+    """
+
+    engine: Engine
+    precision: Literal["float32", "float64"]
+    floor: float
+    tolerance: float
+
+    @property
+    def error(self) -> float:
+        """Largest relative error of a singular value above the floor, for eps of 0.3 and more."""
+        # A rounded entry of X X^T is off by 6e-8 of lambda_max, the eigenvalue of the floor is floor^2 of it,
+        # and the power of the gain is (1 - eps) / 2.
+        rounding = 0.4 * torch.finfo(torch.float32).eps / self.floor**2
+        return self.tolerance + (rounding if self.precision == "float32" else 0)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.engine} chain in {self.precision}: {self.error:.0e} of each singular value "
+            f"above 1/{1 / self.floor:.0f} of the largest"
+        )
+
+
+def spectral_plan(
+    x: Tensor,
+    *,
+    floor: float | None = None,
+    tolerance: float = DEFAULT_TOLERANCE,
+    precision: Precision = "auto",
+) -> Plan:
+    """The plan for tokens x (..., N, D); only their dtype and device matter."""
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {precision!r}.")
+    if precision == "float32" and floor is not None and floor < FLOOR_FLOAT32:
+        raise ValueError(
+            f"floor must be at least 1/300 with precision='float32', got {floor:g}: the squares of smaller "
+            "singular values drown in float32's rounding of the largest; leave one of the two out."
+        )
+    needs_float64 = x.dtype == torch.float64 or (floor is not None and floor < FLOOR_FLOAT32)
+    is_coarse = _rounds_float32(x.device.type)
+    if precision == "float32" and is_coarse:
+        raise ValueError(
+            "precision='float32' needs products that keep float32's digits, got a PyTorch that may round "
+            "them: leave precision out, or call torch.set_float32_matmul_precision('highest')."
+        )
+    if precision == "auto":
+        is_wide = needs_float64 or is_coarse or _has_fast_float64(x.device)
+        precision = "float64" if is_wide else "float32"
+    if precision == "float64" and x.device.type == "mps":
+        raise ValueError("precision must be float32 on MPS, which has no float64; and floor at least 1/300.")
+    usual = FLOOR_FLOAT64 if precision == "float64" else FLOOR_FLOAT32
+    is_hopper = precision == "float64" and x.dtype != torch.float64 and _has_kernels(x.device)
+    engine: Engine = "hopper" if is_hopper else "portable"
+    return Plan(engine, precision, usual if floor is None else float(floor), float(tolerance))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _rounds_float32(device_type: str) -> bool:
+    """Whether the user lets float32 products round to TF32 or bfloat16, in which the chain would diverge."""
+    backends: Any = torch.backends
+    if device_type == "cuda":
+        return bool(backends.cuda.matmul.fp32_precision == "tf32")
+    return device_type == "cpu" and backends.mkldnn.matmul.fp32_precision in ("bf16", "tf32")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_fast_float64(device: torch.device) -> bool:
+    return _capability(device) in _FAST_FLOAT64
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_kernels(device: torch.device) -> bool:
+    if _capability(device) != _HOPPER or not _has_triton():
+        return False
+    from wellposed.linalg.hopper import ops  # noqa: F401  here, so that a compiler knows the operations
+
+    return True
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
