@@ -18,7 +18,7 @@ from wellposed.train.batches import Batch
 from wellposed.train.loop import Loop
 from wellposed.train.report import Reporter
 
-FIELDS = {"mixup": 0.3, "erase": 0.3, "broadcast": "cb_s", "graying": "svd", "checkpoint_every": 2}
+FIELDS = {"mixup": 0.3, "erase": 0.3, "broadcast": "cb_s", "graying": "spectral", "checkpoint_every": 2}
 
 
 def die_once(folder: Path, update: int) -> None:

@@ -13,12 +13,13 @@ from wellposed.probes import Monitor
 from zoo import BY_NAME, output
 
 FAMILIES = ("timm vit", "timm swinv2", "timm cait", "hf vit", "torchvision vit")
+METHODS = {"timm vit": "svd", "timm cait": "spectral"}
 BATCH = 4
 
 
 def edited(name: str) -> nn.Module:
     model = BY_NAME[name].model()
-    wp.gray_tokens(model, 0.6, "svd" if name == "timm vit" else "dct")
+    wp.gray_tokens(model, 0.6, METHODS.get(name, "dct"))
     wp.broadcast_context(model, scaled=True)
     wp.remove_skips(model, "attention", blocks=0)
     return model

@@ -104,11 +104,11 @@ def test_without_matplotlib_the_tables_are_there(monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = invoke(*TINY, "--what", "growth", "--out", tmp_path)
     assert result.exit_code == 0, result.output
-    assert "pip install matplotlib" in result.output
+    assert "pip install 'wellposed[plot]'" in result.output
     assert not (tmp_path / "graying-growth.png").exists()
     result = invoke("--from", tmp_path)
     assert result.exit_code == 1
-    assert "pip install matplotlib" in result.output
+    assert "pip install 'wellposed[plot]'" in result.output
 
 
 def test_rows_survive_the_file(tmp_path) -> None:

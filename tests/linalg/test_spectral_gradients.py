@@ -75,16 +75,7 @@ def test_along_the_tokens_themselves(name, kappa):
     for eps in EPSILONS:
         upstream = spectral_power(x, eps)
         actual = gradient(lambda x, eps=eps: spectral_power(x, eps), x, upstream)
-        assert relative(actual, exact_gradient(x, upstream, eps)) <= 3e-2  # seen 1.5e-2
-
-
-@pytest.mark.parametrize("name", spectra(10))
-def test_along_the_tokens_themselves_with_a_smaller_tolerance(name):
-    x = with_singular_values(spectra(1e4)[name], TOKENS, CHANNELS, (2,)).matrix()
-    for eps in EPSILONS:
-        upstream = spectral_power(x, eps)
-        actual = gradient(lambda x, eps=eps: spectral_power(x, eps, tolerance=5e-4), x, upstream)
-        assert relative(actual, exact_gradient(x, upstream, eps)) <= 1e-2  # seen 6.2e-3
+        assert relative(actual, exact_gradient(x, upstream, eps)) <= 1e-2  # seen 9.9e-3
 
 
 def test_flat_gaussian_of_many_tokens():

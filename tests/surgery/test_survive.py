@@ -126,6 +126,15 @@ def test_exports_strictly_with_a_free_batch(case: Case, method: str) -> None:
     )
 
 
+def test_spectral_graying_exports_strictly_with_a_free_batch() -> None:
+    case = BY_NAME["timm vit"]
+    model = edited(case, method="spectral")
+    free = {"x": {0: torch.export.Dim("batch", min=2, max=64)}}
+    program = torch.export.export(Tensors(model), (case.input(),), strict=True, dynamic_shapes=free)
+    got, expected = program.module()(case.input(5)), output(model, case.input(5))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
 def without_fused_attention(model: nn.Module) -> nn.Module:
     if hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation("eager")
@@ -141,6 +150,15 @@ def test_runs_in_onnxruntime(case: Case, tmp_path) -> None:
     if case.name in ("timm beit", "hf beit", "hf swin"):
         # PyTorch's exporter fails on fused attention with a bias, in the unedited models too.
         model = without_fused_attention(model)
+    torch.onnx.export(Tensors(model), (x,), tmp_path / "model.onnx", dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(got), output(model, x).detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_spectral_graying_runs_in_onnxruntime(tmp_path) -> None:
+    case = BY_NAME["timm vit"]
+    model, x = edited(case, method="spectral"), case.input()
     torch.onnx.export(Tensors(model), (x,), tmp_path / "model.onnx", dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})

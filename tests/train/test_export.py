@@ -74,6 +74,25 @@ EDITED = {
         Recipe(model="vit_tiny_patch16_224", graying="spectral", eps=1.0, eps_end=0.5, gray_where="pixels"),
         lambda model: wp.gray_tokens(model, 0.625, "spectral", "pixels"),
     ),
+    "a floor": (
+        Recipe(model="vit_tiny_patch16_224", graying="spectral", eps=0.6, gray_floor=1 / 30),
+        lambda model: wp.gray_tokens(model, 0.6, floor=1 / 30),
+    ),
+    "a target for kappa": (
+        Recipe(
+            model="vit_tiny_patch16_224",
+            graying="spectral",
+            gray_where="blocks",
+            gray_blocks="1-2",
+            target_kappa=7.5,
+            gray_floor=1e-4,
+        ),
+        lambda model: wp.gray_tokens(model, where="blocks", blocks=[1, 2], target_kappa=7.5, floor=1e-4),
+    ),
+    "no power": (
+        Recipe(model="vit_tiny_patch16_224", graying="condition", gray_floor=1e-4),
+        lambda model: wp.gray_tokens(model, method="condition", floor=1e-4),
+    ),
     "all blocks": (
         Recipe(
             model="vit_tiny_patch16_224",

@@ -46,7 +46,7 @@ def test_help_shows_every_field_with_its_choices_and_default() -> None:
             assert f"[default: {as_text(field.default)}]" in line
         if isinstance(field.default, bool):
             assert "--no-" + field.name.replace("_", "-") in line
-    assert "[svd|dct|spectral]" in lines["--graying"]
+    assert "[svd|dct|spectral|condition]" in lines["--graying"]
     assert "KEY=VALUE" in lines["--model-option"]
     for group in {field.metadata["group"] for field in FIELDS}:
         assert f"─ {group} ─" in help_text

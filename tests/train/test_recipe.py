@@ -79,6 +79,8 @@ BLOCKS = {"graying": "svd", "gray_where": "blocks"}
     [
         ({"eps": 0.5}, {"graying": "svd"}),
         ({"eps_end": 0.5}, {"graying": "svd"}),
+        ({"target_kappa": 10.0}, {"graying": "spectral"}),
+        ({"gray_floor": 0.01}, {"graying": "dct"}),
         ({"gray_blocks": "0"}, BLOCKS),
         ({"eps_per_block": (0.5,)}, BLOCKS),
         ({"broadcast_blocks": "0"}, {"broadcast": "cb"}),
@@ -97,6 +99,17 @@ def test_fields_that_need_others(values, missing) -> None:
     [
         ({**BLOCKS, "eps": 0.5, "eps_per_block": (0.5,)}, "got both"),
         ({**BLOCKS, "gray_blocks": "0-2", "eps_per_block": (0.5, 0.6)}, "2 powers for 3 blocks"),
+        ({"graying": "condition", "eps": 0.5}, "eps is of a power, which graying=condition has not"),
+        ({"graying": "condition", "eps_end": 0.5}, "eps_end is of a power"),
+        ({**BLOCKS, "graying": "condition", "eps_per_block": (0.5,)}, "eps_per_block is of a power"),
+        (
+            {"graying": "condition", "target_kappa": 9.0},
+            "target_kappa does nothing alone; add graying=spectral",
+        ),
+        ({"graying": "spectral", "eps": 0.5, "target_kappa": 9.0}, "instead of a power, got eps too"),
+        ({"graying": "spectral", "eps_end": 0.5, "target_kappa": 9.0}, "got eps_end too"),
+        ({"graying": "spectral", "gray_floor": 0.0}, r"gray_floor must be in \(0, 1\], got 0.0"),
+        ({"graying": "spectral", "target_kappa": 0.5}, "target_kappa must be at least 1, got 0.5"),
         ({"task": "mae", "mixup": 0.2}, "no labels to mix"),
         ({"batch_size": 10, "accumulate": 3}, "multiple of accumulate, got 10 and 3"),
     ],

@@ -32,6 +32,7 @@ recipes = st.builds(
     graying=st.just("svd"),
     gray_where=st.just("blocks"),
     eps_per_block=st.none() | st.lists(shares, max_size=4),
+    gray_floor=st.none() | shares,
     lr=st.floats(0, exclude_min=True, allow_infinity=False),
     weight_decay=st.floats(0, allow_infinity=False),
     clip_grad=st.none() | shares,

@@ -36,6 +36,7 @@ CASES = {
     "streamed, no workers": {"placement": "stream", "workers": 0},
     "streamed, two workers": {"placement": "stream", "workers": 2},
     "accumulating": {"accumulate": 2, "optimizer": "lamb"},
+    "spectral graying": {"graying": "spectral"},
 }
 
 

@@ -1,9 +1,9 @@
 """Marking a module, so that no compiled program of another one is taken for it.
 
 ``torch.compile`` keeps its programs by class and looks at a module's hooks once, when it compiles: the
-program of a plain model would serve an edited one of the same class, without its edit. A marked module is of a
-subclass that adds nothing, which is enough for the compiler to tell the two apart. It keeps the class's name
-and pickles as the class it was plus the mark.
+program of a plain model would serve an edited one of the same class, without its edit. A marked module is of
+a subclass that adds nothing, which is enough for the compiler to tell the two apart. It keeps the class's
+name and pickles as the class it was plus the mark.
 """
 
 import functools

@@ -88,7 +88,7 @@ class Chain:
     wide: int
 
 
-def chain_of(eps: float, floor: float = 1e-4, tolerance: float = 7e-4) -> Chain:
+def chain_of(eps: float, floor: float = 1e-4, tolerance: float = 5e-4) -> Chain:
     """The chain for a power where float64 is fast."""
     from wellposed.linalg.hopper.wide import wide_steps
     from wellposed.linalg.spectral_fit import fit_power

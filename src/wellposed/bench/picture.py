@@ -58,7 +58,7 @@ def _matplotlib() -> tuple[Any, Any]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "the picture needs matplotlib: pip install matplotlib, then "
+            "the picture needs matplotlib: pip install 'wellposed[plot]', then "
             "wellposed bench graying --from DIR draws it from the tables."
         ) from error
     return Figure, FigureCanvasAgg

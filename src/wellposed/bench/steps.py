@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from wellposed.bench.timing import PeakMemory, message, release, seconds_per_call
-from wellposed.train.bench import _bare as bare_step
+from wellposed.train.bench import bare_step
 from wellposed.train.recipe import Recipe
 from wellposed.train.seeding import generators_kept
 

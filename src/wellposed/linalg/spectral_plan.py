@@ -25,7 +25,7 @@ FLOOR_FLOAT64 = 1e-4
 FLOOR_FLOAT32 = 1 / 300
 DEFAULT_TOLERANCE = 1e-3
 
-FIT_SHARE = 0.7
+FIT_SHARE = 0.5
 """Of the tolerance, for the fit of the chain; the rest is for lambda_max and rounding."""
 
 _FAST_FLOAT64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))

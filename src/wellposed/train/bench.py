@@ -123,7 +123,7 @@ def run(recipe: Recipe, *, updates: int = 50, rounds: int = 5) -> BenchResult:
         recipe = replace(recipe, compile=device.type == "cuda" if recipe.compile is None else recipe.compile)
         loop = _loop(recipe, data, accelerator, Path(folder))
         trained = _trained(loop)
-        bare = _bare(recipe, device, len(data.classes), data.channels)
+        bare = bare_step(recipe, device, len(data.classes), data.channels)
         times: dict[str, list[float]] = {"bare": [], "trained": []}
         for step in (bare, trained):
             _timed(step, WARM_UP, device)
@@ -197,7 +197,7 @@ def _trained(loop: Loop) -> Callable[[int], None]:
     return step
 
 
-def _bare(recipe: Recipe, device: torch.device, classes: int, channels: int) -> Callable[[int], None]:
+def bare_step(recipe: Recipe, device: torch.device, classes: int, channels: int) -> Callable[[int], None]:
     """A step as one writes it without a trainer."""
     model = build_model(recipe, classes, channels).model.to(device).train()
     forward: Any = torch.compile(model) if recipe.compile else model

@@ -30,17 +30,22 @@ def edit_calls(recipe: Recipe, edits: Sequence[Edit]) -> list[str]:
 
 
 def _gray_calls(recipe: Recipe, edits: Sequence[Edit]) -> list[str]:
-    of_eps: dict[float, list[int]] = {}
+    has_power = recipe.graying != "condition" and recipe.target_kappa is None
+    of_eps: dict[float | None, list[int]] = {}
     for edit in edits:
-        of_eps.setdefault(_eps(edit), []).extend([] if edit.block is None else [edit.block])
+        eps = _eps(edit) if has_power else None
+        of_eps.setdefault(eps, []).extend([] if edit.block is None else [edit.block])
     if not of_eps:
         raise ValueError(f"the recipe has graying={recipe.graying}, but the model's edits have none.")
     blocks = _blocks(recipe.gray_blocks)
+    rest = "" if recipe.target_kappa is None else f", target_kappa={recipe.target_kappa!r}"
+    rest += "" if recipe.gray_floor is None else f", floor={recipe.gray_floor!r}"
     calls = []
     for eps, of_this_eps in of_eps.items():
         if len(of_eps) > 1:
             blocks = f", blocks={of_this_eps}"
-        calls.append(f'wp.gray_tokens(model, {eps}, "{recipe.graying}", where="{recipe.gray_where}"{blocks})')
+        where = f'where="{recipe.gray_where}"{blocks}'
+        calls.append(f'wp.gray_tokens(model, {eps}, "{recipe.graying}", {where}{rest})')
     return calls
 
 

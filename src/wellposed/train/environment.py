@@ -55,7 +55,8 @@ def command_line(arguments: Sequence[str]) -> list[str]:
     """
     shown: list[str] = []
     for argument in arguments:
-        follows_name = bool(shown) and _SECRET_OPTION.fullmatch(shown[-1]) is not None
+        # `bench graying --tokens` counts tokens of a model.
+        follows_name = bool(shown) and shown[-1] != "--tokens" and bool(_SECRET_OPTION.fullmatch(shown[-1]))
         shown.append(HIDDEN if follows_name else without_secrets(argument))
     return shown
 

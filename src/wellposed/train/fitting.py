@@ -39,7 +39,7 @@ from wellposed.train.report import EndTable, Reporter, tracker_names
 from wellposed.train.run_folder import default_folder, open_folder, write_environment
 from wellposed.train.saving import Exporter, Weights
 from wellposed.train.seeding import generators_kept
-from wellposed.train.setup import Prepared, make_accelerator, prepare, with_placement
+from wellposed.train.setup import Prepared, make_accelerator, prepare, settled
 from wellposed.train.signals import StopRequest
 from wellposed.train.tasks import Task, make_task
 
@@ -98,7 +98,8 @@ def _run(
     prepared: Prepared, accelerator: Accelerator, folder: Path, overwrite: bool, console: Console
 ) -> Result:
     device, is_first = accelerator.device, accelerator.is_main_process
-    recipe = with_placement(prepared, folder, overwrite, device)
+    prepared = settled(prepared, folder, overwrite, device)
+    recipe = prepared.recipe
     done = from_first(lambda: _open(folder, recipe, overwrite), device)
     if done is not None:
         if is_first:
@@ -117,13 +118,12 @@ def _run(
         compile=bool(recipe.compile),
     )
     try:
-        return _train(recipe, prepared, accelerator, folder, train, test, console)
+        return _train(prepared, accelerator, folder, train, test, console)
     finally:
         train.close()
 
 
 def _train(
-    recipe: Recipe,
     prepared: Prepared,
     accelerator: Accelerator,
     folder: Path,
@@ -131,7 +131,7 @@ def _train(
     test: EvalBatches,
     console: Console,
 ) -> Result:
-    device, is_first = accelerator.device, accelerator.is_main_process
+    recipe, device, is_first = prepared.recipe, accelerator.device, accelerator.is_main_process
     about = environment()
     task = make_task(prepared.built.model, recipe, _positions(recipe, accelerator))
     task.module.to(device)

@@ -1,6 +1,6 @@
 """The model of a recipe: built by timm, initialised, loaded, edited."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 import wellposed.surgery as surgery
 from wellposed import anatomy
 from wellposed.models import build, describe_weights
+from wellposed.nn import TokenGraying
 from wellposed.surgery import Edits
 from wellposed.text import indices
 from wellposed.train.recipe import Recipe
@@ -80,7 +81,15 @@ def apply_edits(model: nn.Module, recipe: Recipe) -> Edits:
     """Put the recipe's edits into the model."""
     if recipe.graying is not None:
         for eps, blocks in _gray_plan(model, recipe):
-            surgery.gray_tokens(model, eps, recipe.graying, recipe.gray_where, blocks=blocks)
+            surgery.gray_tokens(
+                model,
+                eps,
+                recipe.graying,
+                recipe.gray_where,
+                blocks=blocks,
+                target_kappa=recipe.target_kappa,
+                floor=recipe.gray_floor,
+            )
     if recipe.broadcast is not None:
         surgery.broadcast_context(
             model,
@@ -92,6 +101,16 @@ def apply_edits(model: nn.Module, recipe: Recipe) -> Edits:
     if recipe.remove_skips is not None:
         surgery.remove_skips(model, recipe.remove_skips, blocks=_chosen(recipe.skip_blocks))
     return surgery.edits(model)
+
+
+def with_gray_floor(built: Built, floor: float | None) -> Built:
+    """A model whose grayings have the floor; it is known only when the folder of the run is."""
+    if floor is None:
+        return built
+    for module in built.model.modules():
+        if isinstance(module, TokenGraying):
+            module.floor = floor
+    return replace(built, edits=surgery.edits(built.model))
 
 
 def _chosen(text: str | None) -> list[int] | None:

@@ -44,10 +44,11 @@ def compiled(module: nn.Module, recipe: Recipe, device: torch.device) -> Any:
 
 
 def _can_record(recipe: Recipe, device: torch.device) -> bool:
-    has_svd = recipe.graying == "svd"
+    # An SVD waits for the host; of the factorisation that a target for kappa needs it is not sure.
+    is_unfit = recipe.graying == "svd" or recipe.target_kappa is not None
     # Gradients that are accumulated live in the memory that the next pass writes to.
     is_accumulating = recipe.accumulate > 1
-    return device.type == "cuda" and not (several() or has_svd or is_accumulating)
+    return device.type == "cuda" and not (several() or is_unfit or is_accumulating)
 
 
 @contextmanager

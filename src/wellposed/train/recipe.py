@@ -8,7 +8,7 @@ with all of them filled in.
 True
 >>> Recipe(graying="dtc")
 Traceback (most recent call last):
-ValueError: graying must be one of svd, dct, spectral, got 'dtc'; did you mean 'dct'?
+ValueError: graying must be one of svd, dct, spectral, condition, got 'dtc'; did you mean 'dct'?
 """
 
 import dataclasses
@@ -69,13 +69,19 @@ class Recipe:
         "a head that does not fit starts fresh")
     drop_path: float = _field(0.0, "Model", "stochastic depth")
 
-    graying: Literal["svd", "dct", "spectral"] | None = _field(None, "Edits", "Token Graying, and how")
+    graying: Literal["svd", "dct", "spectral", "condition"] | None = _field(None, "Edits",
+        "Token Graying, and how")
     eps: float | None = _field(None, "Edits",
         "power of the graying, in (0, 1] [default: the paper's, 0.7; dct 0.95]")
     eps_end: float | None = _field(None, "Edits", "power at the end of training, if it changes")
     eps_schedule: Literal["linear", "cosine"] = _field("linear", "Edits", "how eps goes to eps_end")
     eps_per_block: tuple[float, ...] | None = _field(None, "Edits",
         "with gray_where=blocks: one power for each of gray_blocks")
+    target_kappa: float | None = _field(None, "Edits",
+        "with graying=spectral, instead of eps: the condition number that the tokens of every image get")
+    gray_floor: float | None = _field(None, "Edits",
+        "share of the largest singular value below which the graying is linear, in (0, 1] "
+        "[default: that of the device for spectral and condition, kept by the weights; svd and dct 1e-7]")
     gray_where: Literal["embedding", "pixels", "blocks"] = _field("embedding", "Edits", "what is grayed")
     gray_blocks: str | None = _field(None, "Edits",
         "with gray_where=blocks: indices such as 0,3,8-11 [default: all]")
@@ -154,6 +160,11 @@ class Recipe:
         for name in field_types():
             object.__setattr__(self, name, checked(name, getattr(self, name)))
         check_together(self)
+
+    @property
+    def has_device_floor(self) -> bool:
+        """Whether the graying has another floor on another device, if ``gray_floor`` does not tell it."""
+        return self.graying in ("spectral", "condition")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str = "the recipe") -> "Recipe":

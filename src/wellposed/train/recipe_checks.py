@@ -13,20 +13,21 @@ if TYPE_CHECKING:
 _RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("at least 1", lambda value: value >= 1, (
         "epochs", "batch_size", "accumulate", "eval_every", "log_every", "checkpoint_every", "keep",
-        "limit", "image_size", "patch_size", "decoder_depth", "decoder_width")),
+        "limit", "image_size", "patch_size", "decoder_depth", "decoder_width", "target_kappa")),
     ("at least 0", lambda value: value >= 0, (
         "seed", "workers", "monitor_every", "warmup_epochs", "min_lr", "weight_decay", "crop_padding",
         "mixup", "cutmix")),
     ("in [0, 1]", lambda value: 0 <= value <= 1, (
         "flip", "erase", "smoothing", "drop_path", "color_jitter", "ema")),
     ("in (0, 1]", lambda value: 0 < value <= 1, (
-        "eps", "eps_end", "eps_per_block", "crop_scale", "layer_decay")),
+        "eps", "eps_end", "eps_per_block", "gray_floor", "crop_scale", "layer_decay")),
     ("in (0, 1)", lambda value: 0 < value < 1, ("holdout", "mask_ratio")),
     ("positive", lambda value: value > 0, ("lr", "clip_grad")),
 )
 # fmt: on
 RANGES = {name: (words, holds) for words, holds, names in _RANGES for name in names}
 _BLOCKS = ("gray_blocks", "broadcast_blocks", "skip_blocks")
+_POWERS = ("eps", "eps_end", "eps_per_block")
 
 
 def check_value(name: str, value: Any) -> None:
@@ -46,6 +47,7 @@ def check_value(name: str, value: Any) -> None:
 def check_together(recipe: "Recipe") -> None:
     """Raise if fields do not go together."""
     _check_needs(recipe)
+    _check_powers(recipe)
     _check_eps_per_block(recipe)
     trained = [name for name in ("pretrained", "start_from") if getattr(recipe, name)]
     if len(trained) == 2:
@@ -74,6 +76,8 @@ def _check_needs(recipe: "Recipe") -> None:
         "eps": (grays, "graying=svd, dct or spectral"),
         "eps_end": (grays, "graying=svd, dct or spectral"),
         "eps_per_block": (grays_blocks, "graying=... and gray_where=blocks"),
+        "target_kappa": (recipe.graying == "spectral", "graying=spectral"),
+        "gray_floor": (grays, "graying=svd, dct, spectral or condition"),
         "gray_blocks": (grays_blocks, "graying=... and gray_where=blocks"),
         "broadcast_blocks": (recipe.broadcast is not None, "broadcast=cb or cb_s"),
         "skip_blocks": (recipe.remove_skips is not None, "remove_skips=..."),
@@ -81,6 +85,17 @@ def _check_needs(recipe: "Recipe") -> None:
     for name, (holds, remedy) in needs.items():
         if getattr(recipe, name) is not None and not holds:
             raise ValueError(f"{name} does nothing alone; add {remedy}, or leave it out.")
+
+
+def _check_powers(recipe: "Recipe") -> None:
+    """Grayings without a power, and those that find it themselves."""
+    given = [name for name in _POWERS if getattr(recipe, name) is not None]
+    if given and recipe.graying == "condition":
+        raise ValueError(f"{given[0]} is of a power, which graying=condition has not; leave it out.")
+    if given and recipe.target_kappa is not None:
+        raise ValueError(
+            f"target_kappa stands instead of a power, got {given[0]} too; leave one of them out."
+        )
 
 
 def _check_eps_per_block(recipe: "Recipe") -> None:

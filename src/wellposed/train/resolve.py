@@ -11,6 +11,7 @@ import timm
 import torch
 from torch import nn
 
+from wellposed.linalg import spectral_plan
 from wellposed.nn.graying import DEFAULT_EPS
 from wellposed.train.data import ImageData
 from wellposed.train.recipe import Recipe
@@ -26,7 +27,9 @@ def resolve(recipe: Recipe, data: ImageData) -> Recipe:
     chosen: dict[str, Any] = {"image_size": size}
     if recipe.patch_size is None and "patch_size" not in recipe.model_options:
         chosen["patch_size"] = _patch_for(recipe, size)
-    if recipe.graying is not None and recipe.eps is None and recipe.eps_per_block is None:
+    if recipe.graying in DEFAULT_EPS and all(
+        value is None for value in (recipe.eps, recipe.eps_per_block, recipe.target_kappa)
+    ):
         chosen["eps"] = DEFAULT_EPS[recipe.graying]
     if recipe.flip is None:
         chosen["flip"] = 0.5 if data.photographs else 0.0
@@ -51,6 +54,17 @@ def resolve_for(recipe: Recipe, model: nn.Module) -> Recipe:
     if not isinstance(width, int):
         raise ValueError(f"the width of {recipe.model} is not known, which tells the learning rate; set lr.")
     return replace(recipe, lr=min(0.2 / width, 3e-3))
+
+
+def resolve_floor(recipe: Recipe, device: torch.device) -> Recipe:
+    """The recipe with the floor that its graying has on a device, so that it has the same on others."""
+    if not recipe.has_device_floor:
+        return recipe
+    # A target for kappa needs more digits than float32 has; see wellposed.nn.functional.gray.
+    is_wide = recipe.target_kappa is not None and device.type != "mps"
+    tokens = torch.empty(0, dtype=torch.float32, device=device)
+    plan = spectral_plan(tokens, floor=recipe.gray_floor, precision="float64" if is_wide else "auto")
+    return replace(recipe, gray_floor=plan.floor)
 
 
 def _input_side(name: str) -> int:

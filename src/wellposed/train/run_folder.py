@@ -35,10 +35,10 @@ def decisive(recipe: Recipe) -> dict[str, Any]:
     return {name: value for name, value in recipe.to_mapping().items() if name not in free}
 
 
-def placement_before(folder: Path) -> Any:
-    """Where the images of the run in the folder are, if there is one."""
+def recipe_before(folder: Path) -> dict[str, Any]:
+    """The fields of the run in the folder; none if there is no run."""
     file = folder / RECIPE
-    return read_recipe(file).get("placement") if file.is_file() else None
+    return read_recipe(file) if file.is_file() else {}
 
 
 def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any] | None:
@@ -52,6 +52,8 @@ def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any]
         shutil.rmtree(folder)
     if file.is_file():
         before, now = decisive(Recipe.from_mapping(read_recipe(file))), decisive(recipe)
+        if recipe.has_device_floor and "gray_floor" in now:
+            before.setdefault("gray_floor", now["gray_floor"])  # older versions did not write it
         changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         if changed:
             listed = ", ".join(

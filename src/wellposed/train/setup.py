@@ -17,10 +17,10 @@ from wellposed.train.checkpoint.processes import from_first
 from wellposed.train.data import ImageData, open_data
 from wellposed.train.launching import join_processes
 from wellposed.train.mae_check import check_mae
-from wellposed.train.model import Built, build_model
+from wellposed.train.model import Built, build_model, with_gray_floor
 from wellposed.train.recipe import Recipe
-from wellposed.train.resolve import resolve, resolve_for
-from wellposed.train.run_folder import placement_before
+from wellposed.train.resolve import resolve, resolve_floor, resolve_for
+from wellposed.train.run_folder import recipe_before
 
 
 def make_accelerator(recipe: Recipe, trackers: list[str], project: str | Path) -> Accelerator:
@@ -93,18 +93,31 @@ def _with_a_monitor_that_can_be(recipe: Recipe, built: Built) -> Recipe:
     return recipe
 
 
-def with_placement(prepared: Prepared, folder: Path, overwrite: bool, device: torch.device) -> Recipe:
-    """The recipe with its placement decided, for all starts of the run and on all processes alike.
+def settled(prepared: Prepared, folder: Path, overwrite: bool, device: torch.device) -> Prepared:
+    """With placement and floor decided, for all starts of the run and on all processes alike.
 
-    Which it is may depend on the memory that is free, and images are augmented differently in both.
+    Where the images are may depend on the memory that is free, and they are augmented differently in both.
+    The floor of the graying depends on the device, and the weights are trained for it.
     """
+    notes: list[str] = []
 
-    def placed() -> Recipe:
+    def decided() -> Recipe:
         recipe = prepared.recipe
-        before = None if overwrite else placement_before(folder)
-        if recipe.placement == "auto" and before is not None:
-            recipe = dataclasses.replace(recipe, placement=before)
+        before = {} if overwrite else recipe_before(folder)
+        if recipe.placement == "auto" and before:
+            recipe = dataclasses.replace(recipe, placement=before.get("placement", "auto"))
+        if recipe.has_device_floor and recipe.gray_floor is None:
+            recipe = dataclasses.replace(recipe, gray_floor=before.get("gray_floor"))
+        recipe = resolve_floor(recipe, device)
+        if before and recipe.has_device_floor and "gray_floor" not in before:
+            notes.append(
+                f"gray_floor is {recipe.gray_floor:g} from here on; the version that started the run had "
+                "a lower one."
+            )
         placement = choose_placement(recipe, prepared.data, prepared.size, device)
         return dataclasses.replace(recipe, placement=placement)
 
-    return from_first(placed, device)
+    recipe = from_first(decided, device)
+    built = with_gray_floor(prepared.built, recipe.gray_floor)
+    built.notes.extend(notes)
+    return dataclasses.replace(prepared, recipe=recipe, built=built)

@@ -1,0 +1,107 @@
+"""The floor of spectral graying: that of the device a run starts on, kept wherever it goes."""
+
+import importlib
+import signal
+import tomllib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from short_runs import assert_bitwise, recipe, run, signal_at, weights
+from wellposed.train.recipe import Recipe
+from wellposed.train.report import read_run
+from wellposed.train.resolve import resolve_floor
+from wellposed.train.run_folder import default_folder
+from wellposed.train.setup import make_accelerator, prepare
+
+CPU = torch.device("cpu")
+PLAN = importlib.import_module("wellposed.linalg.spectral_plan")
+FLOAT32, FLOAT64 = 1 / 300, 1e-4
+
+
+@pytest.fixture
+def fast_float64() -> Iterator[pytest.MonkeyPatch]:
+    """The CPU passes for a device with other floors, until the patch is undone."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(PLAN, "_has_fast_float64", lambda device: True)
+    yield patch
+    patch.undo()
+
+
+def saved(folder) -> dict:
+    return tomllib.loads((folder / "recipe.toml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("fields", "floor"),
+    [
+        ({}, None),
+        ({"graying": "dct"}, None),
+        ({"graying": "svd"}, None),
+        ({"graying": "svd", "gray_floor": 0.5}, 0.5),
+        ({"graying": "spectral"}, FLOAT32),
+        ({"graying": "condition"}, FLOAT32),
+        ({"graying": "spectral", "gray_floor": 0.02}, 0.02),
+        ({"graying": "spectral", "gray_floor": 1e-5}, 1e-5),
+        ({"graying": "spectral", "target_kappa": 5.0}, FLOAT64),
+    ],
+)
+def test_the_floor_on_a_cpu(fields, floor) -> None:
+    assert resolve_floor(Recipe(**fields), CPU).gray_floor == floor
+
+
+def test_it_is_written_into_the_recipe_and_the_card(tmp_path) -> None:
+    result = run(tmp_path, graying="spectral", gray_where="blocks", gray_blocks="0", epochs=1)
+    assert saved(tmp_path)["gray_floor"] == FLOAT32
+    assert saved(tmp_path / "last") == saved(tmp_path)
+    call = f'wp.gray_tokens(model, 0.7, "spectral", where="blocks", blocks=[0], floor={FLOAT32!r})'
+    assert call in (tmp_path / "last" / "README.md").read_text()
+    assert "floor=0.00333" in result.summary["about"]["edits"]
+
+
+def test_a_run_that_moves_to_another_device_keeps_it(tmp_path, monkeypatch, fast_float64) -> None:
+    signal_at(monkeypatch, 6, signal.SIGTERM)
+    fields = {"graying": "spectral", "gray_where": "pixels", "patch_size": 2}
+    assert run(tmp_path / "moved", **fields).status == "terminated"
+    fast_float64.undo()
+    assert saved(tmp_path / "moved")["gray_floor"] == FLOAT64
+    assert run(tmp_path / "moved", **fields).status == "finished"
+    assert saved(tmp_path / "moved")["gray_floor"] == FLOAT64
+    assert run(tmp_path / "stayed", **fields, gray_floor=FLOAT64).status == "finished"
+    assert_bitwise(weights(tmp_path / "moved"), weights(tmp_path / "stayed"))
+    with pytest.raises(ValueError, match=r"gray_floor 0.0001 there, 0.01 now"):
+        run(tmp_path / "moved", **fields, gray_floor=0.01)
+
+
+def test_the_usual_folder_is_the_same_on_all_devices(fast_float64) -> None:
+    given = recipe(graying="spectral")
+    there = default_folder(prepare(given, make_accelerator(given, [], "runs")).recipe)
+    fast_float64.undo()
+    assert default_folder(prepare(given, make_accelerator(given, [], "runs")).recipe) == there
+
+
+def test_a_run_of_an_older_version_goes_on_and_says_so(tmp_path, monkeypatch) -> None:
+    signal_at(monkeypatch, 2, signal.SIGTERM)
+    fields = {"graying": "spectral", "epochs": 1}
+    run(tmp_path, **fields)
+    file = tmp_path / "recipe.toml"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if not line.startswith("gray_floor")))
+    assert run(tmp_path, **fields).status == "finished"
+    said = [line["text"] for line in read_run(tmp_path) if line["event"] == "note"]
+    assert any(text.startswith("gray_floor is 0.00333333 from here on") for text in said)
+    assert saved(tmp_path)["gray_floor"] == FLOAT32
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"graying": "condition"}, {"graying": "spectral", "target_kappa": 8.0}],
+    ids=lambda it: it["graying"],
+)
+def test_grayings_without_a_power_train(tmp_path, fields) -> None:
+    assert run(tmp_path, **fields, epochs=1, limit=32).status == "finished"
+    assert saved(tmp_path).get("eps") is None
+    assert all(value.isfinite().all() for value in weights(tmp_path).values())
+    card = (tmp_path / "last" / "README.md").read_text()
+    assert f'wp.gray_tokens(model, None, "{fields["graying"]}", where="embedding"' in card
