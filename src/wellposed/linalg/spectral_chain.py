@@ -52,7 +52,7 @@ def chain_forward(
         if keep:
             kept.append(B)
         B = torch.baddbmm(B, B, B, beta=2 * (1 + delta), alpha=-(1 + delta))
-        Z = torch.addcmul(Z, v[:, k + 2], B)
+        Z.addcmul_(v[:, k + 2], B)
     Z = Z + v[:, 0] * torch.eye(Z.shape[-1], dtype=dtype, device=x.device)
     y = torch.bmm(Z * scale, X).to(x.dtype)
     wide = _widest(x)

@@ -25,8 +25,8 @@ FLOOR_FLOAT64 = 1e-4
 FLOOR_FLOAT32 = 1 / 300
 DEFAULT_TOLERANCE = 1e-3
 
-FIT_SHARE = 0.5
-"""Of the tolerance, for the fit of the chain; the rest is for lambda_max and rounding."""
+_FIT_SHARE = {"float64": 0.5, "float32": 0.7}
+"""Of the tolerance, for the fit; the rest is for lambda_max and rounding, and a good fit has good slopes."""
 
 _FAST_FLOAT64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 """Compute capabilities of the GPUs with as many float64 as half the float32 units: P100 to B200."""
@@ -57,6 +57,11 @@ class Plan:
         # and the power of the gain is (1 - eps) / 2.
         rounding = 0.4 * torch.finfo(torch.float32).eps / self.floor**2
         return self.tolerance + (rounding if self.precision == "float32" else 0)
+
+    @property
+    def fit_tolerance(self) -> float:
+        """The part of the tolerance that the fit of the chain may use."""
+        return _FIT_SHARE[self.precision] * self.tolerance
 
     def __str__(self) -> str:
         return (

@@ -32,7 +32,6 @@ from wellposed.linalg.precision import without_autocast
 from wellposed.linalg.spectral_coefficients import chain_coefficients
 from wellposed.linalg.spectral_plan import (
     DEFAULT_TOLERANCE,
-    FIT_SHARE,
     Engine,
     Plan,
     Precision,
@@ -71,7 +70,7 @@ def spectral_power(
         eps = eps.reshape(-1) if eps.numel() == 1 else eps.expand(x.shape[:-2]).reshape(-1)
     else:
         eps = eps.__float__()  # torch.compile takes this for a constant, float(eps) for a symbol
-    coefficients, delta = chain_coefficients(eps, plan.floor, FIT_SHARE * plan.tolerance, x.device)
+    coefficients, delta = chain_coefficients(eps, plan.floor, plan.fit_tolerance, x.device)
     largest_gain = math.inf if isinstance(eps, Tensor) else plan.floor ** (eps - 1)
     return _apply_chain(x, coefficients, delta, plan, rescale, largest_gain)
 
@@ -96,7 +95,7 @@ def spectral_condition(
     [6.0, 4.0]
     """
     plan = spectral_plan(x, floor=floor, tolerance=tolerance, precision=precision)
-    coefficients, delta = chain_coefficients(0.0, plan.floor, FIT_SHARE * plan.tolerance, x.device)
+    coefficients, delta = chain_coefficients(0.0, plan.floor, plan.fit_tolerance, x.device)
     # gain + 1 is one more on the diagonal.
     one = torch.nn.functional.pad(torch.ones_like(coefficients[:, :1]), (0, coefficients.shape[1] - 1))
     return _apply_chain(x, coefficients + one, delta, plan, rescale=True, largest_gain=1 / plan.floor)
