@@ -12,6 +12,7 @@ import torch
 import wellposed
 from wellposed.linalg import spectral_plan, spectral_power
 from wellposed.linalg.svd_power import _adjoint
+from wellposed.nn.functional import gray
 
 pytest.importorskip("triton")
 
@@ -124,3 +125,34 @@ def test_zero_and_bad_images(dtype: torch.dtype) -> None:
     assert x.grad[0].isfinite().all()
     assert (x.grad[1] == 1).all()
     assert (x.grad[2] == 0).all()
+
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@on_a_gpu
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "float32"), (torch.float64, "float64")])
+def test_the_portable_engine_on_a_gpu(dtype: torch.dtype, precision: str) -> None:
+    x = tokens(SPECTRA["geometric"], 768).to(dtype).requires_grad_()
+    plan = spectral_plan(x, precision=precision)
+    assert plan.engine == "portable"
+    y = spectral_power(x, 0.7, precision=precision)
+    s = torch.linalg.svdvals(x.detach().double())
+    expected = s[:, :1] * (s / s[:, :1]) ** 0.7
+    error = ((torch.linalg.svdvals(y.detach().double()) - expected) / expected).abs()
+    assert error[s >= plan.floor * s[:, :1]].max() <= plan.error
+    y.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@on_a_gpu
+def test_the_dct_under_autocast_on_a_gpu() -> None:
+    x = tokens(SPECTRA["power law"], 768).requires_grad_()
+    exact = gray(x, 0.95, "dct")
+    (slope,) = torch.autograd.grad(exact, x, x.detach())
+    with torch.autocast("cuda", torch.bfloat16):
+        low = gray(x, 0.95, "dct")
+    (low_slope,) = torch.autograd.grad(low, x, x.detach())
+    assert low.dtype == exact.dtype
+    assert 0 < (low - exact).norm() / exact.norm() <= 3e-3
+    assert (low_slope - slope).norm() / slope.norm() <= 1e-2
