@@ -52,7 +52,7 @@ def chain_forward(
         if keep:
             kept.append(B)
         B = torch.baddbmm(B, B, B, beta=2 * (1 + delta), alpha=-(1 + delta))
-        Z.addcmul_(v[:, k + 2], B)
+        Z = _plus(Z, v[:, k + 2], B)
     Z = Z + v[:, 0] * torch.eye(Z.shape[-1], dtype=dtype, device=x.device)
     y = torch.bmm(Z * scale, X).to(x.dtype)
     wide = _widest(x)
@@ -85,6 +85,13 @@ def chain_backward(
     # Both terms in X as one product, the second through lambda_max.
     left = 2 * (1 + delta) / MARGIN * Bb - 2 * inner * (u[:, :, None] * u[:, None])
     return torch.baddbmm(torch.bmm(Z, G), left, X).to(grad.dtype)
+
+
+def _plus(Z: Tensor, v: Tensor, B: Tensor) -> Tensor:
+    """Z + v B, in place where that can be: new memory costs a CPU more than the sum."""
+    # vmap has no rule for the operation in place, only a slow way around.
+    is_mapped = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return torch.addcmul(Z, v, B) if is_mapped else Z.addcmul_(v, B)
 
 
 def _scaled(x: Tensor, size: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
