@@ -39,7 +39,9 @@ class Operation:
     def ready(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """The function to call for one size."""
         if self.cuda_only and device.type != "cuda":
-            raise NotImplementedError(f"{self.name} needs an NVIDIA GPU, this is {device.type}.")
+            raise ValueError(
+                f"{self.name} needs an NVIDIA GPU, got {device.type}; leave it out of --methods."
+            )
         if not self.name.endswith(_COMPILED):
             return self.call
         # Else the sizes before count against the number of times that a function may be compiled.

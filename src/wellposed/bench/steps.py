@@ -120,15 +120,11 @@ def _measure(step: Step, result: Timed, updates: int, device: torch.device) -> N
 def _many_compiled() -> Iterator[None]:
     """All models are compiled from the same functions: none of them may count as one too many, and a number
     that differs between two of them, such as eps, stays a constant of each.
-
-    Edits are hooks, which torch by default leaves out when it decides whether compiled code fits a model: an
-    edited model would run the code of the plain one.
     """
     import torch._dynamo
 
     config: Any = torch._dynamo.config
     with config.patch(
-        skip_nnmodule_hook_guards=False,
         recompile_limit=64,
         automatic_dynamic_shapes=False,
         specialize_float=True,
