@@ -1,0 +1,1 @@
+"""Studies whose result is what training gives: grids of recipes."""
