@@ -20,8 +20,8 @@ Scale = Literal["small", "paper"]
 """``small`` ends on one GPU in minutes; ``paper`` is what the papers did."""
 
 Verdict = Literal["reproduced", "partly", "not", "no difference", "incomplete"]
-"""``no difference``: what the paper tells apart is closer than its deviation; ``incomplete``: runs are missing,
-or the paper claims nothing to hold it against."""
+"""``no difference``: what the paper tells apart is closer than its deviation; ``incomplete``: runs are
+missing, or the paper claims nothing to hold it against."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,18 @@ class Study:
     once: Callable[[Scale, str, Path], list[dict[str, Any]]] | None = None
     on_cpu: bool = False
     jobs: int | None = None
+
+
+def data_name(spec: str) -> str:
+    """A data set without its folder, for names and for files that others read.
+
+    >>> [data_name(spec) for spec in ("digits", "cifar10:DIR", "packed:sets/tiny.npz", "sets/imagenet/")]
+    ['digits', 'cifar10', 'tiny', 'imagenet']
+    """
+    kind, colon, rest = spec.partition(":")
+    if not colon:
+        return slug(Path(kind).name)
+    return slug(Path(rest.split(",")[0]).stem if kind in ("packed", "hf", "wds", "folder") else kind)
 
 
 def slug(text: str) -> str:
