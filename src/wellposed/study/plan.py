@@ -69,7 +69,7 @@ class RunRecord:
         seed: of the run.
         fields: what the cell changes, and ``chosen`` of it what was chosen.
         recipe: all fields of the run, with nothing open.
-        state: ``finished``, ``nonfinite``, ``failed``, ``interrupted`` or ``waiting``.
+        state: ``finished``, ``nonfinite`` or ``failed``.
         result: its ``result.json``.
         curve: its tests: epoch, loss, accuracy, and the training loss before each.
         measured: what ``Study.after`` found in it.
@@ -94,11 +94,10 @@ class RunRecord:
     def accuracy(self) -> float | None:
         """In percent, of the last test: the best one would be chosen on the test images.
 
-        A run that came to a loss that is not finite has learned nothing it could be used for: 0.
+        Of a run that came to a loss that is not finite, of the last test before.
         """
-        if self.state == "nonfinite":
-            return 0.0
-        value = (self.result.get("test") or {}).get("accuracy") if self.state == "finished" else None
+        has_ended = self.state in ("finished", "nonfinite")
+        value = (self.result.get("test") or {}).get("accuracy") if has_ended else None
         return 100.0 * value if isinstance(value, (int, float)) else None
 
 

@@ -19,7 +19,7 @@ from wellposed.train.recipe_file import combine, read_recipe
 
 @dataclass(frozen=True)
 class Trained:
-    """A model with its edits and last weights, in evaluation mode, and images (B, C, H, W) as it takes them."""
+    """A model with its edits and weights, in evaluation mode, and images (B, C, H, W) as it takes them."""
 
     model: nn.Module
     images: Tensor
@@ -42,7 +42,7 @@ def trained(folder: Path, images: int = 32, weights: str = "last") -> Trained:
     order = torch.randperm(len(data.test), generator=torch.Generator().manual_seed(0))[:images].numpy()
     assert recipe.image_size is not None
     picked = decode_all(data.test.subset(order), recipe.image_size, data.channels, progress=False)
-    pixels = torch.from_numpy(picked)
+    pixels = torch.tensor(picked)  # a copy: the array may be read-only
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (built.mean, built.std))
     batch = (pixels.float() / 255 - mean) / std
     return Trained(built.model.eval().to(device), batch.to(device), recipe)

@@ -1,0 +1,215 @@
+"""Means, deviations, and what may be called a difference.
+
+A difference smaller than its deviation is none. Where both sides ran with the same seeds the deviation is
+that of the differences seed by seed: what the seeds share, such as the images held out, then does not count.
+
+>>> print(difference({0: 90.0, 1: 91.0, 2: 92.0}, {0: 89.0, 1: 90.5, 2: 90.0}))
++1.17 ± 0.76
+>>> difference({0: 90.0, 1: 91.0}, {0: 90.5, 1: 90.0}).is_one
+False
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from wellposed.study.plan import RunRecord, StudyRecords, Verdict
+
+LEAST = 2.0
+"""Points of accuracy that one run a side must differ by: with one seed there is no deviation to compare."""
+
+Says = Literal["higher", "lower", "same"]
+Outcome = Literal["holds", "no difference", "contrary", "missing"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample deviation of n values; no deviation of one."""
+
+    mean: float
+    deviation: float | None
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" + ("" if self.deviation is None else f" ± {self.deviation:.2f}")
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Of the values that are there; None of none.
+
+    >>> print(spread([1.0, 2.0, None]))
+    1.50 ± 0.71
+    """
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return None
+    return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two means.
+
+    Args:
+        mean: first less second.
+        deviation: of the difference; None with one seed.
+        n: pairs of runs.
+        least: what counts with one seed.
+    """
+
+    mean: float
+    deviation: float | None
+    n: int
+    least: float = LEAST
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is a difference at all."""
+        bar = self.least if self.deviation is None else self.deviation
+        return abs(self.mean) > bar
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.2f}" + ("" if self.deviation is None else f" ± {self.deviation:.2f}")
+
+
+def difference(
+    first: Mapping[int, float], second: Mapping[int, float], least: float = LEAST
+) -> Difference | None:
+    """Of values by seed; None where there is nothing to compare."""
+    shared = sorted(first.keys() & second.keys())
+    if shared:
+        found = spread(first[seed] - second[seed] for seed in shared)
+        assert found is not None
+        return Difference(found.mean, found.deviation, found.n, least)
+    a, b = spread(first.values()), spread(second.values())
+    if a is None or b is None:
+        return None
+    parts = [side.deviation for side in (a, b) if side.deviation is not None]
+    return Difference(a.mean - b.mean, math.hypot(*parts) if parts else None, min(a.n, b.n), least)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One sentence of a paper that a difference can hold or break.
+
+    Args:
+        what: in words, such as ``"no FFN skip less all skips"``.
+        says: how the paper has the first beside the second.
+        found: what was measured.
+        within: for ``same``, the points within which the paper calls them so.
+    """
+
+    what: str
+    says: Says
+    found: Difference | None
+    within: float = 0.0
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.found is None:
+            return "missing"
+        if self.says == "same":
+            return "holds" if not self.found.is_one or abs(self.found.mean) <= self.within else "contrary"
+        if not self.found.is_one:
+            return "no difference"
+        return "holds" if (self.found.mean > 0) == (self.says == "higher") else "contrary"
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.found if self.found is not None else 'not measured'} ({self.outcome})"
+
+
+def verdict(claims: Sequence[Claim]) -> tuple[Verdict, str]:
+    """The verdict over the claims, and why.
+
+    >>> verdict([Claim("a less b", "higher", difference({0: 93.0}, {0: 90.0}))])
+    ('reproduced', 'a less b: +3.00 (holds)')
+    """
+    outcomes = {claim.outcome for claim in claims}
+    reason = "; ".join(map(str, claims))
+    if not claims or "missing" in outcomes:
+        return "incomplete", reason or "there is nothing to compare"
+    if outcomes == {"holds"}:
+        return "reproduced", reason
+    if outcomes == {"no difference"}:
+        return "no difference", reason
+    return ("partly" if "holds" in outcomes else "not"), reason
+
+
+def accuracies(runs: Iterable[RunRecord]) -> dict[int, float]:
+    """By seed, of the runs that have one."""
+    return {run.seed: run.accuracy for run in runs if run.accuracy is not None}
+
+
+def accuracy_claim(
+    records: StudyRecords, data: str, first: str, second: str, says: Says, within: float = 0.0
+) -> Claim:
+    """How one variant's accuracy stands to another's."""
+    found = difference(accuracies(records.of(first, data)), accuracies(records.of(second, data)))
+    prefix = f"{data}: " if len(records.datasets) > 1 else ""
+    return Claim(f"{prefix}{first} less {second}", says, found, within)
+
+
+def accuracy_table(
+    records: StudyRecords, baseline: str | None = None, paper: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """One row a data set and variant, with what was chosen for it and, if asked, what the paper has."""
+    rows = []
+    for data in records.datasets:
+        for label in records.labels:
+            runs = records.of(label, data)
+            found = spread(accuracies(runs).values())
+            chosen = "; ".join(f"{k}={v}" for k, v in (runs[0].chosen if runs else {}).items())
+            row: dict[str, Any] = {"data": data, "variant": label, "chosen": chosen}
+            row |= {"n": found.n if found else 0, "accuracy": found and round(found.mean, 3)}
+            row["deviation"] = None if found is None or found.deviation is None else round(found.deviation, 3)
+            if baseline is not None:
+                change = difference(accuracies(runs), accuracies(records.of(baseline, data)))
+                is_other = label != baseline and change is not None
+                row["difference"] = round(change.mean, 3) if is_other and change else None
+                row["difference_deviation"] = (
+                    round(change.deviation, 3)
+                    if is_other and change and change.deviation is not None
+                    else None
+                )
+                row["is_difference"] = change.is_one if is_other and change else None
+            if paper is not None:
+                row["paper"] = paper.get(label)
+            rows.append(row)
+    return rows
+
+
+def grid_table(records: StudyRecords) -> list[dict[str, Any]]:
+    """Every run, with what was chosen from: the grid that the best came out of."""
+    return [
+        {
+            "data": run.data,
+            "variant": run.label,
+            **run.chosen,
+            "seed": run.seed,
+            "state": run.state,
+            "accuracy": None if run.accuracy is None else round(run.accuracy, 3),
+            "loss": (run.result.get("test") or {}).get("loss"),
+            "stands_for_variant": run.best,
+        }
+        for run in records.runs
+    ]
+
+
+def log_kappas(runs: Iterable[RunRecord], position: str) -> dict[int, dict[int, float]]:
+    """Natural logarithm of kappa by seed and block, at one position."""
+    return {
+        run.seed: {
+            row["block"]: math.log(row["value"])
+            for row in run.measured
+            if row.get("measure") == "kappa" and row.get("position") == position and row.get("value")
+        }
+        for run in runs
+        if run.measured
+    }
+
+
+def over_blocks(values: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
+    """The mean over the blocks, by seed."""
+    return {seed: statistics.fmean(blocks.values()) for seed, blocks in values.items() if blocks}

@@ -1,0 +1,130 @@
+"""Shared drawing. Matplotlib is an extra of the package; without it the tables are still written."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wellposed.study.compare import Spread
+from wellposed.study.plan import RunRecord
+
+DPI = 120
+
+
+class Canvas:
+    """Plots side by side in one file.
+
+    >>> import tempfile
+    >>> canvas = Canvas(1)
+    >>> canvas.plots[0].set_title("kappa")
+    Text(0.5, 1.0, 'kappa')
+    >>> canvas.save(Path(tempfile.mkdtemp()) / "figure.png")
+    """
+
+    def __init__(self, columns: int, rows: int = 1, *, width: float = 4.6, height: float = 3.6) -> None:
+        figure_class, canvas = _matplotlib()
+        self.figure = figure_class(figsize=(width * columns, height * rows), constrained_layout=True)
+        canvas(self.figure)
+        self.plots: list[Any] = list(self.figure.subplots(rows, columns, squeeze=False).flat)
+        for plot in self.plots:
+            plot.spines[["top", "right"]].set_visible(False)
+            plot.grid(alpha=0.3)
+
+    def save(self, path: Path) -> None:
+        for plot in self.plots:
+            if plot.get_legend_handles_labels()[0]:
+                plot.legend(frameon=False, fontsize=8)
+        self.figure.savefig(path, dpi=DPI)
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "the figure needs matplotlib: pip install 'wellposed[plot]', then the same command draws it "
+            "from the finished runs."
+        ) from error
+    return Figure, FigureCanvasAgg
+
+
+def bars(
+    plot: Any, groups: Mapping[str, Mapping[str, Spread | None]], *, paper: Mapping[str, float] = {}
+) -> None:
+    """Means as bars with their deviations: a group a data set, a bar a variant; the paper's as dashes."""
+    labels = list(dict.fromkeys(label for bars_of in groups.values() for label in bars_of))
+    width = 0.8 / max(1, len(labels))
+    for index, label in enumerate(labels):
+        places = [place + (index - (len(labels) - 1) / 2) * width for place in range(len(groups))]
+        found = [bars_of.get(label) for bars_of in groups.values()]
+        plot.bar(
+            places,
+            [each.mean if each else 0.0 for each in found],
+            width * 0.92,
+            yerr=[(each.deviation or 0.0) if each else 0.0 for each in found],
+            label=label,
+            color=f"C{index % 10}",
+            capsize=2,
+        )
+        if label in paper:
+            plot.hlines(
+                [paper[label]] * len(places),
+                [p - width / 2 for p in places],
+                [p + width / 2 for p in places],
+                colors="black",
+                linestyles="dashed",
+                linewidth=1,
+            )
+    plot.set_xticks(range(len(groups)), list(groups))
+    heights = [
+        each for bars_of in groups.values() for each in bars_of.values() if each is not None and each.mean > 0
+    ]
+    if heights:
+        lowest, highest = (pick(each.mean for each in heights) for pick in (min, max))
+        # Half of a point would not be seen beside a bar that starts at 0.
+        plot.set_ylim(
+            max(0.0, lowest - max(1.0, (highest - lowest) * 1.5)),
+            highest + max(0.5, (highest - lowest) * 0.2),
+        )
+
+
+def curves(plot: Any, runs: Mapping[str, Sequence[RunRecord]], number: str, *, scale: float = 1.0) -> None:
+    """A number of the tests over the epochs, the mean over the seeds as a line and the range as a band."""
+    for index, (label, of_label) in enumerate(runs.items()):
+        by_epoch: dict[int, list[float]] = {}
+        for run in of_label:
+            for line in run.curve:
+                if isinstance(line.get(number), (int, float)):
+                    by_epoch.setdefault(line["epoch"], []).append(scale * line[number])
+        if not by_epoch:
+            continue
+        epochs = sorted(by_epoch)
+        color = f"C{index % 10}"
+        plot.plot(epochs, [statistics.fmean(by_epoch[epoch]) for epoch in epochs], color=color, label=label)
+        plot.fill_between(
+            epochs,
+            [min(by_epoch[epoch]) for epoch in epochs],
+            [max(by_epoch[epoch]) for epoch in epochs],
+            color=color,
+            alpha=0.2,
+            linewidth=0,
+        )
+    plot.set_xlabel("epoch")
+
+
+def over_steps(plot: Any, lines: Mapping[str, Mapping[float, Spread | None]]) -> None:
+    """Lines over a number (eps, depth, block) with error bars."""
+    for index, (label, points) in enumerate(lines.items()):
+        known = [(x, each) for x, each in sorted(points.items()) if each is not None]
+        if known:
+            plot.errorbar(
+                [x for x, _ in known],
+                [each.mean for _, each in known],
+                yerr=[each.deviation or 0.0 for _, each in known],
+                label=label,
+                color=f"C{index % 10}",
+                marker="o",
+                markersize=4,
+                capsize=2,
+            )
