@@ -31,6 +31,7 @@ IMAGES = 32
 """Test images that are measured, unless a study says otherwise."""
 
 _FILE = "model.safetensors"
+_LEFT_OUT = ("module", "samples", "at_least", "curve")
 
 
 @dataclass(frozen=True)
@@ -138,13 +139,17 @@ def open_run(folder: Path, images: int = IMAGES) -> TrainedRun:
 
 def measured_row(record: Record, moment: Moment, **more: Any) -> dict[str, Any]:
     """A record as a line of JSON: without the values of single images, with whose weights these are."""
-    row = to_dict(record)
-    row.pop("samples", None)
-    row.pop("curve", None)
-    row["images_at_least"] = len(row.pop("at_least", ()))
-    row["verdicts"] = list(row.get("verdicts", ()))
+    row = {name: value for name, value in to_dict(record).items() if name not in _LEFT_OUT}
+    if record.at_least:
+        row["images_at_least"] = len(record.at_least)
+    if record.verdicts:
+        row["verdicts"] = list(record.verdicts)
     told = {"weights": moment.weights, "update": moment.update, "epoch": moment.epoch}
-    return {**told, **row, "log": record.log, **more}
+    return {name: _short(value) for name, value in {**told, **row, "log": record.log, **more}.items()}
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _config(weights: Path) -> dict[str, Any]:

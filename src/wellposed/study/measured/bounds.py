@@ -1,0 +1,236 @@
+"""Measured kappa beside Propositions 4.1, 4.2 and the FFN's bound, through training (ASA, section 4).
+
+What each measure is, and where its bound is a theorem, says :mod:`wellposed.probes.bounds`.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wellposed import anatomy
+from wellposed.linalg.bounds import VERDICTS
+from wellposed.probes import bounds as bounds_of
+from wellposed.records import Record
+from wellposed.study.compare import spread
+from wellposed.study.figures import Canvas
+from wellposed.study.measured.settings import plain_vit_with_checkpoints
+from wellposed.study.measured.weights import Moment, TrainedRun, measured_row, open_run
+from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport, Verdict
+
+MEASURES = {
+    "kappa 4.1 linear": "Prop. 4.1, linear attention, no skip",
+    "kappa 4.1 softmax": "Prop. 4.1, the model's attention, no skip",
+    "kappa 4.2 linear": "Prop. 4.2, linear attention with skip",
+    "kappa 4.2 softmax": "Prop. 4.2, the model's attention with skip",
+    "kappa ffn linear": "FFN, without its activation",
+    "kappa ffn": "FFN as the model has it",
+}
+IMAGES = 4
+BLOCKS = 6
+"""Of a deep model so many, evenly: two float64 SVDs a head and image take their time."""
+
+_AT_ONCE = 3  # plots in a row
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def cells(scale: Scale) -> list[Cell]:
+    return [
+        Cell("all skips"),
+        Cell("no attention skip", {"remove_skips": "attention", "init": "xavier"}),
+    ]
+
+
+def bounds_of_run(run: Path, study: Path | None = None) -> list[dict[str, Any]]:
+    """Kappa and bound of each measure and block, at the start, the checkpoints and the end of a run."""
+    trained = open_run(run, IMAGES)
+    return [row for moment in trained.through_training() for row in _rows(trained, moment)]
+
+
+def _rows(trained: TrainedRun, moment: Moment) -> Iterator[dict[str, Any]]:
+    model = trained.model(moment)
+    found = bounds_of(model, trained.images, images_limit=IMAGES, blocks=_some(len(anatomy.blocks(model))))
+    heads: dict[tuple[str, int | None], list[Record]] = {}
+    for record in found:
+        if record.measure not in MEASURES:
+            continue
+        if record.head is None:
+            row = measured_row(record, moment, log_bound=_log(record.bound))
+            yield {name: value for name, value in row.items() if name not in ("note", "low", "high")}
+        elif record.value is not None:
+            heads.setdefault((record.measure, record.block), []).append(record)
+    for (measure, block), records in heads.items():
+        yield _of_heads(measure, block, records, moment)
+
+
+def _of_heads(measure: str, block: int | None, records: list[Record], moment: Moment) -> dict[str, Any]:
+    """The heads of a block as one row: what their weights give alone, each a bound of its own."""
+    known = [record.bound for record in records if record.bound is not None]
+    counts = [sum(column) for column in zip(*(record.verdicts for record in records), strict=True)]
+    return {
+        "weights": moment.weights,
+        "update": moment.update,
+        "epoch": moment.epoch,
+        "measure": measure,
+        "block": block,
+        "head": "each",
+        "value": statistics.median(record.value for record in records if record.value is not None),
+        "log": statistics.median(record.log for record in records if record.log is not None),
+        "log_bound": _log(statistics.median(known)) if known else None,
+        "verdicts": counts,
+        "images": records[0].images,
+        "estimator": records[0].estimator,
+        "dtype": records[0].dtype,
+        "note": f"median over {len(records)} heads",
+    }
+
+
+def _some(count: int) -> list[int]:
+    """Indices of at most :data:`BLOCKS` blocks, the first and the last among them.
+
+    >>> _some(3), _some(12)
+    ([0, 1, 2], [0, 2, 4, 7, 9, 11])
+    """
+    if count <= BLOCKS:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (BLOCKS - 1)) for i in range(BLOCKS)})
+
+
+def report(records: StudyRecords) -> StudyReport:
+    tables = {
+        "table": [
+            row
+            for data in records.datasets
+            for label in records.labels
+            for row in _table(records, data, label)
+        ]
+    }
+    decided, reason = _verdict(tables["table"])
+    return StudyReport(
+        tables=tables,
+        draw=lambda path: _draw(records, path),
+        verdict=decided,
+        reason=reason,
+        notes=(
+            *_heads_notes(tables["table"]),
+            "The linear forms are the propositions' own; for the model's attention and MLP they are rules of "
+            "thumb, since softmax, biases and the activation are not in them.",
+            "Where some cannot be told, ln kappa is a lower bound: the arithmetic ends there.",
+            "A bound is infinite, and holds trivially, where the tokens after LayerNorm have no full rank.",
+        ),
+    )
+
+
+def _table(records: StudyRecords, data: str, label: str) -> Iterator[dict[str, Any]]:
+    rows = [row for run in records.of(label, data) for row in run.measured]
+    for measure in MEASURES:
+        for heads, head in (("all as one", None), ("each", "each")):
+            own = [r for r in rows if r["measure"] == measure and r.get("head") == head and r.get("verdicts")]
+            if not own:
+                continue
+            counts = [sum(column) for column in zip(*(row["verdicts"] for row in own), strict=True)]
+            line: dict[str, Any] = {"data": data, "variant": label, "measure": measure, "heads": heads}
+            for when, name in (("start", "initial"), ("end", "last")):
+                at = [row for row in own if row["weights"] == name]
+                for column in ("log", "log_bound"):
+                    found = spread(row.get(column) for row in at)
+                    words = "ln kappa" if column == "log" else "ln bound"
+                    line[f"{words}, {when}"] = None if found is None else round(found.mean, 2)
+            yield line | dict(zip(VERDICTS, counts, strict=True))
+
+
+def _verdict(table: Rows) -> tuple[Verdict, str]:
+    """Do the bounds hold, and is the one with the skip the lower?"""
+    told, outcomes = [], []
+    for label in dict.fromkeys(row["variant"] for row in table):
+        own = {
+            row["measure"]: row for row in table if row["variant"] == label and row["heads"] == "all as one"
+        }
+        for measure in MEASURES:
+            if measure in own:
+                violated, tellable = _violations(own[measure])
+                outcomes.append(violated == 0)
+                told.append(f"{label}, {measure}: violated in {violated} of {tellable}")
+        without, with_skip = (own.get(f"kappa {number} linear") for number in ("4.1", "4.2"))
+        if without and with_skip:
+            lower = _lower(with_skip, without)
+            if lower is not None:
+                outcomes.append(lower > 0)
+                told.append(f"{label}: the bound with the skip is e^{lower:.1f} times below that without")
+    if not outcomes:
+        return "incomplete", "no bound was measured"
+    if all(outcomes):
+        return "reproduced", "; ".join(told)
+    return ("partly" if any(outcomes) else "not"), "; ".join(told)
+
+
+def _heads_notes(table: Rows) -> Iterator[str]:
+    """The propositions have one head; what they say of the weights of each head is beyond them."""
+    for row in table:
+        violated, tellable = _violations(row)
+        if row["heads"] == "each" and violated:
+            yield (
+                f"{row['data']}, {row['variant']}: head by head, {row['measure']} is violated in "
+                f"{violated} of {tellable}."
+            )
+
+
+def _violations(row: Mapping[str, Any]) -> tuple[int, int]:
+    """How many are violated, and of how many that can be told."""
+    violated: int = row["violated"]
+    return violated, sum(row[name] for name in VERDICTS if name != "cannot tell")
+
+
+def _lower(with_skip: Mapping[str, Any], without: Mapping[str, Any]) -> float | None:
+    pair = without["ln bound, end"], with_skip["ln bound, end"]
+    return None if None in pair else float(pair[0] - pair[1])
+
+
+def _draw(records: StudyRecords, path: Path) -> None:
+    sets = [(data, label) for data in records.datasets for label in records.labels]
+    canvas = Canvas(_AT_ONCE, len(sets) * math.ceil(len(MEASURES) / _AT_ONCE), height=3.0)
+    for index, (data, label) in enumerate(sets):
+        rows = [row for run in records.of(label, data) for row in run.measured]
+        for place, (measure, words) in enumerate(MEASURES.items()):
+            plot = canvas.plots[index * len(MEASURES) + place]
+            own = [row for row in rows if row["measure"] == measure and row.get("head") is None]
+            _band(plot, own, "log", "measured", "C0")
+            _band(plot, own, "log_bound", "bound", "C3")
+            plot.set_title(f"{data}, {label}: {words}", fontsize=8)
+            plot.set(xlabel="epoch", ylabel="ln kappa")
+    canvas.save(path)
+
+
+def _band(plot: Any, rows: Iterable[Mapping[str, Any]], column: str, label: str, color: str) -> None:
+    """The median over blocks and seeds as a line, their range as a band."""
+    of_epoch: dict[float, list[float]] = {}
+    for row in rows:
+        if row.get(column) is not None and row["epoch"] is not None:
+            of_epoch.setdefault(row["epoch"], []).append(row[column])
+    epochs = sorted(of_epoch)
+    if not epochs:
+        return
+    middle = [statistics.median(of_epoch[epoch]) for epoch in epochs]
+    plot.plot(epochs, middle, color=color, label=label, marker="o", markersize=3)
+    lows, highs = ([pick(of_epoch[epoch]) for epoch in epochs] for pick in (min, max))
+    plot.fill_between(epochs, lows, highs, color=color, alpha=0.2, linewidth=0)
+
+
+def _log(value: float | None) -> float | None:
+    return math.log(value) if value is not None and value > 0 else None
+
+
+STUDY = Study(
+    name="bounds",
+    title="measured kappa against the paper's bounds, through training",
+    paper="Always Skip Attention, section 4, Propositions 4.1 and 4.2",
+    claim="kappa after attention stays below C kappa(X)^3 without the skip, with it below a bound that is "
+    "far lower, and after the MLP below one that grows with kappa(X) to the first power.",
+    cells=cells,
+    base=plain_vit_with_checkpoints,
+    after=bounds_of_run,
+    report=report,
+    on_cpu=True,
+)

@@ -1,0 +1,226 @@
+"""The spectrum of one attention block's Jacobian under Token Graying of several strengths (ASA, Fig. 7, 8).
+
+Two questions: what graying does to a model that was trained without it, weights untouched; and what the
+spectrum is in models that were trained with it.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from wellposed.probes import JacobianSpectrum, graying_sweep
+from wellposed.probes import jacobian_spectrum as spectrum_of
+from wellposed.study.compare import Claim, difference, spread, verdict
+from wellposed.study.figures import Canvas
+from wellposed.study.measured.settings import plain_vit
+from wellposed.study.measured.weights import Moment, TrainedRun, open_run
+from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport
+
+MEASURE = "jacobian spectrum"
+EPS = (1.0, 0.9, 0.7, 0.5)
+METHODS: tuple[Literal["svd", "dct"], ...] = ("svd", "dct")
+PLACES: dict[Literal["blocks", "embedding"], str] = {
+    "blocks": "all tokens of the block's input",
+    "embedding": "the patch embedding, without the class token",
+}
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
+"""Of the singular values, largest first: where the table reads the spectrum off."""
+IMAGES = 2
+PLAIN = "plain"
+
+_LEAST = 0.1  # a tenth in the logarithm, where one seed leaves no deviation
+_POINTS = 100
+
+
+def cells(scale: Scale) -> list[Cell]:
+    """The spectral method gives the same tokens as an SVD, in a fraction of the time."""
+    return [
+        Cell(PLAIN),
+        Cell("trained with SVD graying, eps 0.7", {"graying": "spectral", "eps": 0.7}),
+        Cell("trained with DCT graying, eps 0.7", {"graying": "dct", "eps": 0.7}),
+    ]
+
+
+def spectra_of_run(run: Path, study: Path | None = None) -> list[dict[str, Any]]:
+    """The first block's attention without its skip, at the tokens of each image; one row a spectrum."""
+    trained = open_run(run, IMAGES)
+    return list(_rows(trained, trained.moment("last")))
+
+
+def _rows(trained: TrainedRun, moment: Moment) -> Iterator[dict[str, Any]]:
+    model, recipe = trained.model(moment), trained.recipe
+    for number in range(len(trained.images)):
+        image, row = trained.images[number : number + 1], partial(_row, moment, image=number)
+        if recipe.graying is not None:
+            yield row(spectrum_of(model, image, density=True), method=recipe.graying, eps=recipe.eps)
+            continue
+        for method in METHODS:
+            for where in PLACES:
+                sweep = graying_sweep(model, image, EPS, gray_method=method, where=where, density=True)
+                for eps, found in sweep.items():
+                    yield row(found, method=method, eps=eps, where=where)
+
+
+def _row(
+    moment: Moment,
+    found: JacobianSpectrum,
+    *,
+    image: int,
+    method: str,
+    eps: float | None,
+    where: str = "as trained",
+) -> dict[str, Any]:
+    top, bottom, kappa = found.records()
+    relative = found.relative(_POINTS).tolist()
+    return {
+        "measure": MEASURE,
+        "weights": moment.weights,
+        "update": moment.update,
+        "epoch": moment.epoch,
+        "method": method,
+        "eps": eps,
+        "where": where,
+        "image": image,
+        "block": found.block,
+        "position": kappa.position,
+        "size": found.size,
+        "sigma_max": top.value,
+        "sigma_max_status": top.status,
+        "sigma_min": bottom.value,
+        "sigma_min_status": bottom.status,
+        "estimator": kappa.estimator,
+        "dtype": kappa.dtype,
+        "relative": [float(f"{value:.4g}") for value in relative],
+    }
+
+
+def report(records: StudyRecords) -> StudyReport:
+    tables = {"table": [row for data in records.datasets for row in _table(records, data)]}
+    claims = [
+        _flatter(records, data, method, where)
+        for data in records.datasets
+        for where in PLACES
+        for method in METHODS
+    ]
+    decided, reason = verdict(claims)
+    return StudyReport(
+        tables=tables,
+        draw=lambda path: _draw(records, path),
+        verdict=decided,
+        reason=f"ln of the median singular value over the largest, eps {EPS[-1]:g} less eps 1: {reason}",
+        notes=(
+            "A pre-norm branch has singular values of zero, two a token: LayerNorm forgets the mean and the "
+            "length of a token. So shares of the spectrum are compared, not its kappa.",
+        ),
+    )
+
+
+def _table(records: StudyRecords, data: str) -> Iterator[dict[str, Any]]:
+    for label in records.labels:
+        for (method, where, eps), of_seed in _grouped(records, label, data).items():
+            rows = [row for own in of_seed.values() for row in own]
+            line: dict[str, Any] = {"data": data, "variant": label, "grayed": where}
+            line |= {"method": method, "eps": eps, "seeds": len(of_seed), "spectra": len(rows)}
+            line["sigma_max"] = _digits(statistics.fmean(row["sigma_max"] for row in rows))
+            for share in SHARES:
+                found = spread(_log_at(own, share) for own in of_seed.values())
+                line[f"ln relative at {share:.0%}"] = None if found is None else round(found.mean, 3)
+                if share == 0.5:
+                    line["deviation at 50%"] = _round(found.deviation if found else None)
+            yield line
+
+
+def _flatter(records: StudyRecords, data: str, method: str, where: str) -> Claim:
+    groups = _grouped(records, PLAIN, data)
+    flattest, plain = (
+        {seed: _log_at(rows, 0.5) for seed, rows in groups.get((method, where, eps), {}).items()}
+        for eps in (EPS[-1], EPS[0])
+    )
+    prefix = f"{data}, " if len(records.datasets) > 1 else ""
+    return Claim(f"{prefix}{method}, {where}", "higher", difference(flattest, plain, least=_LEAST))
+
+
+Group = tuple[str, str, float]
+
+
+def _grouped(records: StudyRecords, label: str, data: str) -> dict[Group, dict[int, list[Mapping[str, Any]]]]:
+    """The rows of a label by method, place and eps, and by seed within."""
+    groups: dict[Group, dict[int, list[Mapping[str, Any]]]] = {}
+    for run in records.of(label, data):
+        for row in run.measured:
+            if row.get("measure") == MEASURE:
+                key = (row["method"], row["where"], row["eps"])
+                groups.setdefault(key, {}).setdefault(run.seed, []).append(row)
+    return groups
+
+
+def _log_at(rows: Iterable[Mapping[str, Any]], share: float) -> float:
+    """Mean logarithm of the value, over the largest, that this share of the spectrum is above."""
+    picked = [row["relative"][round(share * (len(row["relative"]) - 1))] for row in rows]
+    return statistics.fmean(math.log(max(value, 1e-12)) for value in picked)
+
+
+def _draw(records: StudyRecords, path: Path) -> None:
+    """A row a data set and place; the models that were trained with graying beside the first place."""
+    columns = len(METHODS) + 1
+    canvas = Canvas(columns, len(records.datasets) * len(PLACES))
+    plots = iter(canvas.plots)
+    for data in records.datasets:
+        groups = _grouped(records, PLAIN, data)
+        for number, (where, words) in enumerate(PLACES.items()):
+            for method in METHODS:
+                plot = next(plots)
+                for color, eps in enumerate(EPS):
+                    _curve(plot, groups.get((method, where, eps), {}), f"eps {eps:g}", f"C{color}")
+                plot.set_title(f"{data}, grayed after training by {method.upper()}:\n{words}", fontsize=9)
+            if number:
+                next(plots).set_axis_off()
+            else:
+                _draw_trained(next(plots), records, data)
+    for plot in canvas.plots:
+        plot.set(xlabel="share of the singular values", ylabel="singular value / largest")
+        plot.set(yscale="log", ylim=(1e-8, 2.0), xlim=(0, 1))
+    canvas.save(path)
+
+
+def _draw_trained(plot: Any, records: StudyRecords, data: str) -> None:
+    for color, label in enumerate(records.labels):
+        for (_, where, eps), of_seed in _grouped(records, label, data).items():
+            if where == "as trained" or (label == PLAIN and (where, eps) == ("blocks", 1.0)):
+                _curve(plot, of_seed, label, f"C{color}")
+    plot.set_title(f"{data}, trained with graying:\n{PLACES['embedding']}", fontsize=9)
+
+
+def _curve(plot: Any, of_seed: Mapping[int, Sequence[Mapping[str, Any]]], label: str, color: str) -> None:
+    """The geometric mean over images and seeds."""
+    spectra = [row["relative"] for rows in of_seed.values() for row in rows]
+    if not spectra or any(line.get_label() == label for line in plot.get_lines()):
+        return
+    length = min(map(len, spectra))
+    logs = [[math.log(max(values[i], 1e-12)) for values in spectra] for i in range(length)]
+    shares = [i / (length - 1) for i in range(length)]
+    plot.plot(shares, [math.exp(statistics.fmean(each)) for each in logs], label=label, color=color)
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+STUDY = Study(
+    name="jacobian-spectrum",
+    title="spectrum of one attention block's Jacobian under graying",
+    paper="Always Skip Attention, supplement C, Figures 7 and 8",
+    claim="A lower eps flattens the spectrum of the attention's Jacobian, with SVD and with DCT graying.",
+    cells=cells,
+    base=plain_vit,
+    after=spectra_of_run,
+    report=report,
+    on_cpu=True,
+)
