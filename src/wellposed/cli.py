@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -149,6 +149,57 @@ def sweep(
             out=out,
             jobs=jobs,
             seeds=None if seeds is None else indices(seeds, "seeds"),
+            changes=options.assignments(change or ()),
+        )
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def study(
+    name: Annotated[str | None, typer.Argument(help="Which; without one, all are listed.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="A set as for train; may be repeated, for a study on several sets."),
+    ] = None,
+    scale: Annotated[
+        str, typer.Option(help="small: minutes on one GPU; paper: as the papers did it.")
+    ] = "small",
+    seeds: Annotated[str | None, typer.Option(help=r"Such as 0,1,2 or 0-4. \[default: the study's]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help=r"Folder of the study. \[default: runs/study/NAME-SCALE]")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help=r"Runs beside each other. \[default: 6 on a GPU, else 1]")
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="For all runs, such as epochs=20."),
+    ] = None,
+) -> None:
+    """Run a figure or table of the papers: its runs, its table, its figure, and whether it holds.
+
+    Run again, it goes on where it stopped.
+    Exit code: 0 done, 1 a run failed, 130 or 143 stopped by SIGINT or SIGTERM.
+    """
+    with _plain_errors():
+        from wellposed.study import catalogue
+
+        if name is None:
+            from wellposed.text import aligned
+
+            typer.echo(aligned([("study", "what", "paper"), *catalogue.listing()]))
+            return
+        if scale not in ("small", "paper"):
+            raise ValueError(f"scale must be small or paper, got {scale!r}.")
+        from wellposed.study.running import run
+
+        outcome = run(
+            catalogue.get(name),
+            data=data or ["digits"],
+            scale=cast(Any, scale),
+            seeds=None if seeds is None else indices(seeds, "seeds"),
+            out=out,
+            jobs=jobs,
             changes=options.assignments(change or ()),
         )
     raise typer.Exit(outcome.exit_code)

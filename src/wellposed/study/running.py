@@ -6,6 +6,7 @@ not trained again, and what was measured on them is not measured again.
 """
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,12 @@ from wellposed.study.files import about, write_lines, write_report
 from wellposed.study.plan import Cell, RunRecord, Scale, Study, StudyRecords, StudyReport, data_name
 from wellposed.train.recipe_file import combine, read_recipe, write_recipe
 from wellposed.train.report import read_run
-from wellposed.train.sweep import COMMAND
+from wellposed.train.sweep import COMMAND, gpu_is_there
 from wellposed.train.sweep import run as sweep
 from wellposed.train.sweep.progress import is_finished, read_result
 
 MEASURED = "measured.jsonl"
+CPU_JOBS = 8
 RESULT = ("updates", "seconds", "images_per_second", "train", "test", "best", "kappa", "entropy", "nonfinite")
 """What a record keeps of ``result.json``; the rest is in the run's folder."""
 
@@ -165,6 +167,9 @@ class _Session:
             files.append(recipes / f"{each.folder.name}.toml")
             write_recipe(each.recipe, files[-1])
         jobs = self.study.jobs if self.jobs is None else self.jobs
+        if jobs is None and not gpu_is_there(os.environ):
+            # Models so small that a CPU trains them gain nothing from a second thread.
+            jobs = min(CPU_JOBS, os.cpu_count() or 1)
         runs = self.folder / "runs"
         return sweep(files, out=runs, jobs=jobs, command=self.command, console=self.console).exit_code
 
