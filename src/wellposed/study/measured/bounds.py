@@ -31,6 +31,9 @@ IMAGES = 4
 BLOCKS = 6
 """Of a deep model so many, evenly: two float64 SVDs a head and image take their time."""
 
+WHOLE = "all as one"
+"""All heads of a block as one: what the propositions are about."""
+
 _AT_ONCE = 3  # plots in a row
 
 Rows = Sequence[Mapping[str, Any]]
@@ -126,7 +129,7 @@ def report(records: StudyRecords) -> StudyReport:
 def _table(records: StudyRecords, data: str, label: str) -> Iterator[dict[str, Any]]:
     rows = [row for run in records.of(label, data) for row in run.measured]
     for measure in MEASURES:
-        for heads, head in (("all as one", None), ("each", "each")):
+        for heads, head in ((WHOLE, None), ("each", "each")):
             own = [r for r in rows if r["measure"] == measure and r.get("head") == head and r.get("verdicts")]
             if not own:
                 continue
@@ -144,21 +147,21 @@ def _table(records: StudyRecords, data: str, label: str) -> Iterator[dict[str, A
 def _verdict(table: Rows) -> tuple[Verdict, str]:
     """Do the bounds hold, and is the one with the skip the lower?"""
     told, outcomes = [], []
-    for label in dict.fromkeys(row["variant"] for row in table):
-        own = {
-            row["measure"]: row for row in table if row["variant"] == label and row["heads"] == "all as one"
-        }
-        for measure in MEASURES:
-            if measure in own:
-                violated, tellable = _violations(own[measure])
-                outcomes.append(violated == 0)
-                told.append(f"{label}, {measure}: violated in {violated} of {tellable}")
+    for place in dict.fromkeys((row["data"], row["variant"]) for row in table):
+        whole = [row for row in table if (row["data"], row["variant"]) == place and row["heads"] == WHOLE]
+        own = {row["measure"]: row for row in whole}
+        where = ", ".join(place)
+        for measure, row in own.items():
+            violated, tellable = _violations(row)
+            outcomes.append(violated == 0)
+            told.append(f"{where}, {measure}: violated in {violated} of {tellable}")
         without, with_skip = (own.get(f"kappa {number} linear") for number in ("4.1", "4.2"))
-        if without and with_skip:
-            lower = _lower(with_skip, without)
-            if lower is not None:
-                outcomes.append(lower > 0)
-                told.append(f"{label}: the bound with the skip is e^{lower:.1f} times below that without")
+        bound, kappa = (_lower(with_skip, without, column) for column in ("ln bound, end", "ln kappa, end"))
+        if bound is not None and kappa is not None:
+            outcomes.append(bound > 0)
+            told.append(
+                f"{where}: with the skip the bound is {bound:.1f} lower in its logarithm, kappa {kappa:.1f}"
+            )
     if not outcomes:
         return "incomplete", "no bound was measured"
     if all(outcomes):
@@ -183,9 +186,12 @@ def _violations(row: Mapping[str, Any]) -> tuple[int, int]:
     return violated, sum(row[name] for name in VERDICTS if name != "cannot tell")
 
 
-def _lower(with_skip: Mapping[str, Any], without: Mapping[str, Any]) -> float | None:
-    pair = without["ln bound, end"], with_skip["ln bound, end"]
-    return None if None in pair else float(pair[0] - pair[1])
+def _lower(
+    with_skip: Mapping[str, Any] | None, without: Mapping[str, Any] | None, column: str
+) -> float | None:
+    """How much lower a logarithm is with the skip."""
+    low, high = (None if row is None else row[column] for row in (with_skip, without))
+    return None if low is None or high is None else float(high - low)
 
 
 def _draw(records: StudyRecords, path: Path) -> None:
