@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import wellposed.convmixer_tiny  # noqa: F401  registers a model with timm
 from wellposed.probes.model_input import is_of
 from wellposed.probes.observe import plain
 
