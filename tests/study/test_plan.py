@@ -1,0 +1,148 @@
+"""What studies are made of, and how two numbers are compared."""
+
+import pytest
+
+from wellposed.study import catalogue
+from wellposed.study.compare import (
+    Claim,
+    accuracy_claim,
+    accuracy_table,
+    difference,
+    spread,
+    verdict,
+)
+from wellposed.study.plan import Cell, RunRecord, StudyRecords, data_name, grid
+from wellposed.train.recipe import Recipe
+from wellposed.train.recipe_file import combine
+
+
+def record(label: str, seed: int, accuracy: float, **fields) -> RunRecord:
+    result = {"test": {"accuracy": accuracy / 100}}
+    usual = {"data": "digits", "fields": {}, "chosen": {}, "recipe": {}, "state": "finished"}
+    return RunRecord(label=label, seed=seed, result=result, **usual | fields)
+
+
+def test_a_grid_keeps_the_label_and_names_the_files() -> None:
+    made = grid([Cell("A b", {"eps": 0.5}), Cell("C")], init=("timm", "xavier"), lr=(0.1,))
+    assert [cell.label for cell in made] == ["A b", "A b", "C", "C"]
+    assert [cell.name for cell in made][:2] == ["a-b-inittimm-lr0.1", "a-b-initxavier-lr0.1"]
+    assert made[1].fields == {"eps": 0.5, "init": "xavier", "lr": 0.1}
+    assert made[1].chosen == {"init": "xavier", "lr": 0.1}
+
+
+def test_the_name_of_a_set_has_no_folder() -> None:
+    specs = (
+        "digits",
+        "cifar100:/a/b",
+        "packed:/a/Tiny Set.npz",
+        "/a/ImageNet",
+        "hf:user/birds",
+        "wds:/a/x.tar",
+    )
+    names = [data_name(spec) for spec in specs]
+    assert names == ["digits", "cifar100", "tiny-set", "imagenet", "birds", "x"]
+
+
+def test_a_difference_smaller_than_its_deviation_is_none() -> None:
+    by_seed = {0: 90.0, 1: 80.0, 2: 70.0}
+    # What the seeds share does not count: each pair differs by 1.
+    paired = difference(by_seed, {seed: value - 1 for seed, value in by_seed.items()})
+    assert paired is not None
+    assert (paired.mean, paired.deviation, paired.n) == (1.0, 0.0, 3)
+    assert paired.is_one
+    noisy = difference({0: 1.0, 1: 0.0}, {0: 0.0, 1: 0.5})
+    assert noisy is not None
+    assert not noisy.is_one
+    # Other seeds: both deviations.
+    apart = difference({0: 1.0, 1: 3.0}, {2: 1.0, 3: 1.0})
+    assert apart is not None
+    assert (apart.mean, apart.deviation) == (1.0, pytest.approx(2**0.5))
+    assert difference({}, {0: 1.0}) is None
+
+
+@pytest.mark.parametrize(("points", "is_one"), [(1.9, False), (2.1, True), (-2.1, True)])
+def test_one_seed_needs_two_points(points: float, is_one: bool) -> None:
+    found = difference({0: 90.0 + points}, {0: 90.0})
+    assert found is not None
+    assert found.is_one is is_one
+
+
+def test_spread_leaves_out_what_is_missing() -> None:
+    assert spread([None, float("nan")]) is None
+    assert str(spread([1.0, 3.0, None])) == "2.00 ± 1.41"
+    assert str(spread([1.0])) == "1.00"
+
+
+def claim(says, points: float | None, within: float = 0.0) -> Claim:
+    found = None if points is None else difference({0: points, 1: points + 0.1}, {0: 0.0, 1: 0.0})
+    return Claim("a less b", says, found, within)
+
+
+@pytest.mark.parametrize(
+    ("claims", "expected"),
+    [
+        ([claim("higher", 1.0), claim("lower", -1.0)], "reproduced"),
+        ([claim("higher", 1.0), claim("higher", -1.0)], "partly"),
+        ([claim("higher", 1.0), claim("higher", 0.01)], "partly"),
+        ([claim("higher", -1.0)], "not"),
+        ([claim("higher", -1.0), claim("higher", 0.01)], "not"),
+        ([claim("higher", 0.01)], "no difference"),
+        ([claim("same", 0.01), claim("same", 0.15, within=0.2)], "reproduced"),
+        ([claim("same", 1.0, within=0.2)], "not"),
+        ([claim("higher", 1.0), claim("higher", None)], "incomplete"),
+        ([], "incomplete"),
+    ],
+)
+def test_verdicts(claims, expected: str) -> None:
+    got, reason = verdict(claims)
+    assert got == expected
+    assert all(one.what in reason for one in claims)
+
+
+def test_tables_and_claims_take_the_best_cells_only() -> None:
+    runs = [
+        record("base", 0, 90.0),
+        record("base", 1, 91.0),
+        record("edit", 0, 10.0, best=False, chosen={"lr": 0.1}),
+        record("edit", 0, 92.0, chosen={"lr": 0.2}),
+        record("edit", 1, 93.0, chosen={"lr": 0.2}),
+        record("edit", 2, 0.0, state="failed", chosen={"lr": 0.2}),
+        record("before", 0, 50.0, reported=False),
+    ]
+    records = StudyRecords("x", "small", runs)
+    base, edit = accuracy_table(records, "base", {"edit": 95.0})
+    assert (base["accuracy"], base["n"], base["difference"]) == (90.5, 2, None)
+    assert (edit["accuracy"], edit["n"], edit["difference"], edit["is_difference"]) == (92.5, 2, 2.0, True)
+    assert (edit["chosen"], edit["paper"]) == ("lr=0.2", 95.0)
+    assert accuracy_claim(records, "digits", "edit", "base", "higher").outcome == "holds"
+    assert accuracy_claim(records, "digits", "nothing", "base", "higher").outcome == "missing"
+
+
+def test_a_run_that_broke_has_the_accuracy_of_its_last_test() -> None:
+    assert record("a", 0, 40.0, state="nonfinite").accuracy == pytest.approx(40.0)
+    assert record("a", 0, 40.0, state="failed").accuracy is None
+
+
+@pytest.mark.parametrize("scale", ["small", "paper"])
+@pytest.mark.parametrize("name", catalogue.MODULES)
+def test_every_cell_is_a_recipe(name: str, scale) -> None:
+    study = catalogue.get(name)
+    assert study.name == name
+    cells = study.cells(scale)
+    labels = {cell.label for cell in cells}
+    assert len({cell.name for cell in cells}) == len(cells)
+    for data in ("digits", "cifar10:DIR", "DIR"):
+        base = study.base(scale, data)
+        for cell in cells:
+            made = combine(base.to_mapping(), cell.fields)
+            assert isinstance(made, Recipe)
+            assert cell.starts_from is None or cell.starts_from in labels
+
+
+def test_the_list_has_every_study() -> None:
+    listed = catalogue.listing()
+    assert [name for name, _, _ in listed] == list(catalogue.MODULES)
+    on_a_laptop = {name for name, title, _ in listed if "laptop" in title}
+    assert {"skip-ablation", "jacobian-spectrum", "bounds", "density"} <= on_a_laptop
+    with pytest.raises(ValueError, match="did you mean 'skip-depth'"):
+        catalogue.get("skip-dept")

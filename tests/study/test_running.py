@@ -1,0 +1,217 @@
+"""From a grid to files, with a script in the place of training; one study is trained for real."""
+
+import csv
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import study_runner
+from short_runs import TINY
+from wellposed.cli import app
+from wellposed.study import catalogue
+from wellposed.study.plan import Cell, Study, StudyReport
+from wellposed.study.trained import skip_ablation
+from wellposed.train.recipe import Recipe
+
+
+def calls(folder) -> dict[str, int]:
+    return {
+        path.parent.name: len(path.read_text().splitlines()) for path in (folder / "runs").glob("*/calls.txt")
+    }
+
+
+def lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+
+
+def test_a_whole_study(tmp_path) -> None:
+    outcome, text = study_runner.run(skip_ablation.STUDY, tmp_path)
+    assert outcome.exit_code == 0
+    assert outcome.report is not None
+    assert outcome.report.verdict == "reproduced"
+    out = tmp_path / "out"
+    records = lines(out)
+    # 12 cells with the first seed, the best of each of the 3 variants with the second.
+    assert len(records) == 15
+    assert len(list((out / "recipes").glob("*.toml"))) == 15
+    best = [row for row in records if row["best"]]
+    assert {row["label"] for row in best} == {"all skips", "no FFN skip", "no attention skip"}
+    assert all(row["chosen"] == {"init": "xavier", "lr": 1e-3} for row in best)
+    assert all(len(row["measured"]) == 18 for row in best)
+    assert not any(row["measured"] for row in records if not row["best"])
+    assert best[0]["curve"][-1] == {"epoch": 2, "loss": 0.5, "accuracy": 0.9, "train_loss": 0.5}
+    with (out / "table.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [row["accuracy"] for row in table] == ["90.05", "88.05", "70.05"]
+    assert [row["difference"] for row in table] == ["", "-2.0", "-20.0"]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["command"] == "wellposed study skip-ablation --data digits --scale small --seeds 0,1"
+    assert summary["accuracy"][0] == {
+        "data": "digits",
+        "variant": "all skips",
+        "mean": pytest.approx(90.05),
+        "deviation": pytest.approx(0.0707, abs=1e-4),
+        "n": 2,
+    }
+    assert "torch" in summary["environment"]["packages"]
+    assert (out / "figure.png").stat().st_size > 10_000
+    assert "verdict: reproduced" in text
+
+
+def test_again_it_trains_and_measures_nothing(tmp_path) -> None:
+    study_runner.run(skip_ablation.STUDY, tmp_path, seeds=[0])
+    out = tmp_path / "out"
+    assert set(calls(out).values()) == {1}
+    (measured,) = (out / "runs").glob("digits-all-skips-initxavier-lr0.001-seed0/measured.jsonl")
+    measured.write_text("")
+    study_runner.run(skip_ablation.STUDY, tmp_path, seeds=[0])
+    assert set(calls(out).values()) == {1}
+    assert measured.read_text() == ""
+    # Another seed adds to it.
+    study_runner.run(skip_ablation.STUDY, tmp_path, seeds=[0, 5])
+    assert len(calls(out)) == 15
+    assert set(calls(out).values()) == {1}
+
+
+def test_no_folder_of_the_machine_is_in_the_files(tmp_path) -> None:
+    study_runner.run(catalogue.get("mae"), tmp_path, data=[f"packed:{tmp_path}/birds.npz"], seeds=[0])
+    out = tmp_path / "out"
+    for name in ("records.jsonl", "table.csv", "summary.json"):
+        assert str(tmp_path) not in (out / name).read_text()
+    assert "--data packed:birds.npz" in (out / "summary.json").read_text()
+
+
+def test_a_run_starts_from_that_of_its_seed(tmp_path) -> None:
+    outcome, _ = study_runner.run(catalogue.get("mae"), tmp_path)
+    assert outcome.exit_code == 0
+    runs = tmp_path / "out" / "runs"
+    text = (runs / "digits-mae-dct-fine-tuned-seed1.toml").read_text()
+    assert f'start_from = "{runs / "digits-mae-dct-seed1"}"' in text
+    assert lines(tmp_path / "out")[0]["label"] == "MAE"
+    assert outcome.report is not None
+    table = outcome.report.tables["table"]
+    assert [row["variant"] for row in table] == ["from scratch", "MAE, fine-tuned", "MAE + DCT, fine-tuned"]
+
+
+def test_several_sets_and_changes(tmp_path) -> None:
+    outcome, _ = study_runner.run(
+        skip_ablation.STUDY,
+        tmp_path,
+        data=["digits", "cifar10:DIR"],
+        seeds=[0],
+        changes={"lr": 0.5, "model_options": {"depth": 2}},
+    )
+    records = lines(outcome.folder)
+    # The rate is no longer chosen, so half of the grid is left.
+    assert len(records) == 2 * 3 * 2
+    assert {row["data"] for row in records} == {"digits", "cifar10"}
+    assert {row["recipe"]["lr"] for row in records} == {0.5}
+    assert {row["recipe"]["model_options"]["depth"] for row in records} == {2}
+    assert records[0]["recipe"]["model_options"]["embed_dim"] == 48
+    assert records[0]["chosen"] == {"init": "timm"}
+
+
+def test_a_failed_run_leaves_the_others_and_no_verdict(tmp_path) -> None:
+    outcome, text = study_runner.run(skip_ablation.STUDY, tmp_path, seeds=[0], changes={"epochs": 13})
+    assert outcome.exit_code == 1
+    assert outcome.report is not None
+    assert outcome.report.verdict == "incomplete"
+    assert "no FFN skip less all skips: not measured" in text
+
+
+def test_a_run_that_is_not_finite_counts(tmp_path) -> None:
+    outcome, _ = study_runner.run(skip_ablation.STUDY, tmp_path, seeds=[0], changes={"epochs": 14})
+    assert outcome.exit_code == 0
+    assert {row["state"] for row in lines(outcome.folder)} == {"nonfinite"}
+
+
+def test_what_is_refused(tmp_path) -> None:
+    study = skip_ablation.STUDY
+    with pytest.raises(ValueError, match="would be the same run"):
+        study_runner.run(study, tmp_path, changes={"remove_skips": "ffn"})
+    with pytest.raises(ValueError, match="different sets"):
+        study_runner.run(study, tmp_path, data=["cifar10:A", "cifar10:B"])
+    with pytest.raises(ValueError, match="different numbers"):
+        study_runner.run(study, tmp_path, seeds=[1, 1])
+    assert not (tmp_path / "out" / "runs").exists()
+
+
+def test_without_matplotlib_the_tables_are_written(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    outcome, text = study_runner.run(catalogue.get("cb-position"), tmp_path, seeds=[0])
+    assert outcome.exit_code == 0
+    assert not (outcome.folder / "figure.png").exists()
+    assert (outcome.folder / "table.csv").exists()
+    assert "pip install 'wellposed[plot]'" in text
+
+
+def test_a_study_without_runs_measures_once(tmp_path) -> None:
+    asked = []
+
+    def once(scale, data, folder):
+        asked.append(data)
+        return [{"value": 3.0}]
+
+    def report(records) -> StudyReport:
+        return StudyReport({"table": list(records.measured)}, None, "reproduced", "as it was said")
+
+    study = Study(
+        name="no-runs",
+        title="t",
+        paper="beyond",
+        claim="c",
+        cells=lambda scale: [],
+        base=lambda scale, data: Recipe(data=data),
+        report=report,
+        once=once,
+    )
+    for _ in range(2):
+        outcome, _ = study_runner.run(study, tmp_path)
+    assert asked == ["digits"]
+    assert outcome.report is not None
+    assert outcome.report.tables["table"] == [{"data": "digits", "value": 3.0}]
+
+
+def test_a_cell_that_starts_from_nothing(tmp_path) -> None:
+    study = Study(
+        name="lost",
+        title="t",
+        paper="beyond",
+        claim="c",
+        cells=lambda scale: [Cell("a", starts_from="b")],
+        base=lambda scale, data: Recipe(data=data),
+        report=lambda records: StudyReport({}, None, "incomplete", ""),
+    )
+    with pytest.raises(ValueError, match="starts from 'b', which is no cell"):
+        study_runner.run(study, tmp_path)
+
+
+def test_the_command_trains(tmp_path) -> None:
+    """The whole way once: real runs, measured on their weights."""
+    options = [f"--set=model_options.{name}={value}" for name, value in TINY.items()]
+    options += ["--set=limit=64", "--set=epochs=1", "--set=batch_size=32", "--set=device=cpu"]
+    arguments = [
+        "study",
+        "context-broadcasting",
+        "--out",
+        str(tmp_path / "out"),
+        "--seeds",
+        "0",
+        "--jobs",
+        "3",
+        *options,
+    ]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    records = lines(tmp_path / "out")
+    assert len(records) == 3
+    for row in records:
+        assert {each["measure"] for each in row["measured"]} == {"kappa", "entropy"}
+        assert row["result"]["test"]["accuracy"] > 0
+    listed = CliRunner().invoke(app, ["study"])
+    assert "skip-ablation" in listed.output
+    wrong = CliRunner().invoke(app, ["study", "bot"])
+    assert wrong.exit_code == 1
+    assert "did you mean 'both'" in wrong.output

@@ -1,0 +1,80 @@
+"""What is read off the runs of each study of trained grids."""
+
+import pytest
+import torch
+
+import study_runner
+from short_runs import run as train_run
+from wellposed.study import catalogue
+from wellposed.study.trained.skip_depth import DEPTHS
+from wellposed.study.weights import trained
+from wellposed.train.model import build_model
+
+TABLES = {
+    "convmixer": {"table", "grid"},
+    "eps-sweep": {"table", "grid"},
+    "models": {"table", "grid", "gains"},
+    "mae": {"table", "grid", "pretraining"},
+    "context-broadcasting": {"table", "grid", "entropy"},
+    "cb-position": {"table", "grid"},
+    "both": {"table", "grid", "additions"},
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_and_a_figure(name: str, tmp_path) -> None:
+    study = catalogue.get(name)
+    outcome, text = study_runner.run(study, tmp_path, seeds=[0, 1])
+    report = outcome.report
+    assert report is not None
+    assert report.tables.keys() == TABLES[name]
+    assert all(report.tables.values())
+    assert (outcome.folder / "figure.png").exists()
+    assert report.verdict != "incomplete"
+    assert study.claim in text
+
+
+def of(table, variant: str):
+    return next(row for row in table if row["variant"] == variant)
+
+
+def test_eps_sweep_reads_kappa_in_and_out(tmp_path) -> None:
+    outcome, _ = study_runner.run(catalogue.get("eps-sweep"), tmp_path)
+    assert outcome.report is not None
+    table = outcome.report.tables["table"]
+    plain, grayed = of(table, "no graying"), of(table, "spectral 0.7, pixels")
+    assert plain["ln_kappa_in"] == pytest.approx(3.912)
+    assert plain["ln_kappa_out"] == pytest.approx(3.689)
+    assert grayed["ln_kappa_in"] == pytest.approx(3.219)
+    assert (grayed["difference"], grayed["is_difference"]) == (1.0, True)
+    assert outcome.report.verdict == "reproduced"
+
+
+def test_both_tells_whether_the_gains_add(tmp_path) -> None:
+    outcome, _ = study_runner.run(catalogue.get("both"), tmp_path)
+    assert outcome.report is not None
+    first, _ = outcome.report.tables["additions"]
+    assert (first["gain"], first["gain_cb"], first["gain_both"], first["beyond_sum"]) == (1.0, 2.0, 3.0, 0.0)
+    assert outcome.report.verdict == "reproduced"
+
+
+def test_skip_depth_has_a_row_a_depth(tmp_path) -> None:
+    outcome, _ = study_runner.run(catalogue.get("skip-depth"), tmp_path, seeds=[0])
+    assert outcome.report is not None
+    table = outcome.report.tables["table"]
+    # Two variants, two initialisations, four depths, and at depth 12 two more.
+    assert len(table) == 2 * 2 * (len(DEPTHS) + 2)
+    row = next(row for row in table if (row["variant"], row["blocks_without"]) == ("no attention skip", 24))
+    assert row["difference"] == -20.0
+    assert (outcome.folder / "figure.png").exists()
+
+
+def test_weights_of_a_run_come_back(tmp_path) -> None:
+    train_run(tmp_path / "run", graying="dct", remove_skips="ffn")
+    run = trained(tmp_path / "run", images=8)
+    assert run.images.shape == (8, 1, 8, 8)
+    assert not run.model.training
+    fresh = build_model(run.recipe, 10, 1).model.eval()
+    images = run.images.cpu()
+    assert torch.equal(trained(tmp_path / "run", images=8).images.cpu(), images)
+    assert not torch.allclose(fresh(images), run.model.cpu()(images))
