@@ -1,6 +1,7 @@
 """The command line: one command, one call. Heavy imports wait until a command needs them."""
 
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,6 +176,10 @@ def study(
         list[str] | None,
         typer.Option("--set", metavar="FIELD=VALUE", help="For all runs, such as epochs=20."),
     ] = None,
+    launch: Annotated[
+        str | None,
+        typer.Option(help="What starts each run, such as 'torchrun --nproc-per-node 8' for eight GPUs."),
+    ] = None,
 ) -> None:
     """Run a figure or table of the papers: its runs, its table, its figure, and whether it holds.
 
@@ -192,7 +197,9 @@ def study(
         if scale not in ("small", "paper"):
             raise ValueError(f"scale must be small or paper, got {scale!r}.")
         from wellposed.study.running import run
+        from wellposed.train.sweep import COMMAND
 
+        started = COMMAND if launch is None else (*shlex.split(launch), "-m", "wellposed", "train")
         outcome = run(
             catalogue.get(name),
             data=data or ["digits"],
@@ -201,6 +208,7 @@ def study(
             out=out,
             jobs=jobs,
             changes=options.assignments(change or ()),
+            command=started,
         )
     raise typer.Exit(outcome.exit_code)
 

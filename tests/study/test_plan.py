@@ -73,9 +73,9 @@ def test_spread_leaves_out_what_is_missing() -> None:
     assert str(spread([1.0])) == "1.00"
 
 
-def claim(says, points: float | None, within: float = 0.0) -> Claim:
+def claim(says, points: float | None, within: float = 0.0, paper: float | None = None) -> Claim:
     found = None if points is None else difference({0: points, 1: points + 0.1}, {0: 0.0, 1: 0.0})
-    return Claim("a less b", says, found, within)
+    return Claim("a less b", says, found, within, paper)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,8 @@ def claim(says, points: float | None, within: float = 0.0) -> Claim:
         ([claim("higher", -1.0)], "not"),
         ([claim("higher", -1.0), claim("higher", 0.01)], "not"),
         ([claim("higher", 0.01)], "no difference"),
+        ([claim("lower", -2.0, paper=-3.0)], "reproduced"),
+        ([claim("lower", -2.0, paper=-22.0)], "partly"),
         ([claim("same", 0.01), claim("same", 0.15, within=0.2)], "reproduced"),
         ([claim("same", 1.0, within=0.2)], "not"),
         ([claim("higher", 1.0), claim("higher", None)], "incomplete"),

@@ -60,7 +60,8 @@ def write_report(
 ) -> list[str]:
     """Write all files; returns what to print."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_lines(folder / "records.jsonl", [*map(dataclasses.asdict, records.runs), *records.measured])
+    lines = [rounded(dataclasses.asdict(run)) for run in records.runs]
+    write_lines(folder / "records.jsonl", [*lines, *map(rounded, records.measured)])
     for name, rows in report.tables.items():
         write_table(folder / f"{name}.csv", rows)
     said, notes = [], list(report.notes)
@@ -83,6 +84,19 @@ def write_report(
     written = [path.name for path in sorted(folder.iterdir()) if path.is_file() and path.name[0] != "."]
     said.append(f"written to {folder}: {', '.join(written)}")
     return said
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to six digits: more are not measured, and the files are for keeping.
+
+    >>> rounded({"kappa": [123.456789, 1e-9], "n": 3})
+    {'kappa': [123.457, 1e-09], 'n': 3}
+    """
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {name: rounded(each) for name, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def accuracy_summary(records: StudyRecords) -> list[dict[str, Any]]:

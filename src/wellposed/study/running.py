@@ -25,6 +25,8 @@ from wellposed.train.sweep.progress import is_finished, read_result
 
 MEASURED = "measured.jsonl"
 CPU_JOBS = 8
+LARGE = 224
+"""Models for images of this side fill a GPU alone."""
 RESULT = ("updates", "seconds", "images_per_second", "train", "test", "best", "kappa", "entropy", "nonfinite")
 """What a record keeps of ``result.json``; the rest is in the run's folder."""
 
@@ -167,7 +169,9 @@ class _Session:
             files.append(recipes / f"{each.folder.name}.toml")
             write_recipe(each.recipe, files[-1])
         jobs = self.study.jobs if self.jobs is None else self.jobs
-        if jobs is None and not gpu_is_there(os.environ):
+        if jobs is None and any((each.recipe.image_size or 0) >= LARGE for each in wave):
+            jobs = 1
+        elif jobs is None and not gpu_is_there(os.environ):
             # Models so small that a CPU trains them gain nothing from a second thread.
             jobs = min(CPU_JOBS, os.cpu_count() or 1)
         runs = self.folder / "runs"

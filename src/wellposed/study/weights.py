@@ -61,8 +61,5 @@ def _row(record: Record) -> dict[str, Any]:
         "measure": record.measure,
         "value": record.value,
         **{name: value for name, value in where.items() if value not in (None, "")},
-        "low": record.low,
-        "high": record.high,
-        "status": record.status,
-        "images": record.images,
+        **({} if record.status == "ok" else {"status": record.status}),
     }
