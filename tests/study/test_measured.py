@@ -218,7 +218,7 @@ def test_the_spectrum_of_a_run_trained_with_graying_is_as_trained(edited, monkey
 def test_a_flatter_spectrum_has_a_higher_middle(middle, expected):
     def row(method: str, where: str, eps: float, value: float) -> dict[str, Any]:
         told = {"measure": "jacobian spectrum", "method": method, "where": where, "eps": eps}
-        return told | {"sigma_max": 1.0, "relative": [1.0, value, 1e-3]}
+        return told | {"sigma_max": 1.0, "relative": [1.0, value, 1e-3], "points": 3}
 
     rows = [
         row(method, where, eps, value)
@@ -227,6 +227,17 @@ def test_a_flatter_spectrum_has_a_higher_middle(middle, expected):
         for eps, value in ((1.0, 0.1), (0.5, middle))
     ]
     assert jacobian_spectrum.report(records({("plain", 0): rows})).verdict == expected
+
+
+def test_without_the_whole_matrix_only_the_upper_tenth_is_told(run, monkeypatch):
+    small = {"DENSE": 10, "EPS": (1.0, 0.5), "IMAGES": 1, "METHODS": ("svd",)}
+    for name, value in small.items():
+        monkeypatch.setattr(jacobian_spectrum, name, value)
+    rows = jacobian_spectrum.spectra_of_run(run)
+    assert {len(row["relative"]) for row in rows} == {11}
+    report = jacobian_spectrum.report(records({("plain", 0): rows}))
+    assert "at 10% of the spectrum" in report.reason
+    assert all(row["ln relative at 50%"] is None for row in report.tables["table"])
 
 
 def test_density_of_a_run(run, tmp_path):
@@ -277,11 +288,17 @@ def test_training_steps_are_timed_once(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dct", "svd", "expected"),
-    [(1.01, 6.0, "reproduced"), (1.01, 1.2, "partly"), (1.5, 1.2, "not"), (1.01, None, "incomplete")],
+    ("dct", "svd", "on", "expected"),
+    [
+        (1.01, 6.0, "cuda", "reproduced"),
+        (1.01, 1.2, "cuda", "partly"),
+        (1.5, 1.2, "cuda", "not"),
+        (1.01, None, "cuda", "incomplete"),
+        (1.01, 6.0, "cpu", "incomplete"),
+    ],
 )
-def test_the_verdict_on_training_time(dct, svd, expected):
-    about = dict.fromkeys(("model", "image_size", "batch_size", "precision", "device"), "any")
+def test_the_verdict_on_training_time(dct, svd, on, expected):
+    about = dict.fromkeys(("model", "image_size", "batch_size", "precision", "device"), "any") | {"on": on}
     ratios = {"plain": 1.0, "dct-embedding": dct, "svd-embedding": svd}
     rows = [{"measure": "training step", "edit": e, "ratio": r, "about": about} for e, r in ratios.items()]
     assert training_time.report(records({}, rows)).verdict == expected

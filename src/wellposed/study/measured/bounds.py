@@ -122,6 +122,7 @@ def report(records: StudyRecords) -> StudyReport:
             "thumb, since softmax, biases and the activation are not in them.",
             "Where some cannot be told, ln kappa is a lower bound: the arithmetic ends there.",
             "A bound is infinite, and holds trivially, where the tokens after LayerNorm have no full rank.",
+            "The logarithms are of blocks whose bound is finite.",
         ),
     )
 
@@ -136,7 +137,7 @@ def _table(records: StudyRecords, data: str, label: str) -> Iterator[dict[str, A
             counts = [sum(column) for column in zip(*(row["verdicts"] for row in own), strict=True)]
             line: dict[str, Any] = {"data": data, "variant": label, "measure": measure, "heads": heads}
             for when, name in (("start", "initial"), ("end", "last")):
-                at = [row for row in own if row["weights"] == name]
+                at = _finite(row for row in own if row["weights"] == name)
                 for column in ("log", "log_bound"):
                     found = spread(row.get(column) for row in at)
                     words = "ln kappa" if column == "log" else "ln bound"
@@ -154,7 +155,8 @@ def _verdict(table: Rows) -> tuple[Verdict, str]:
         for measure, row in own.items():
             violated, tellable = _violations(row)
             outcomes.append(violated == 0)
-            told.append(f"{where}, {measure}: violated in {violated} of {tellable}")
+            trivial = f", infinite in {row['holds trivially']}" if row["holds trivially"] else ""
+            told.append(f"{where}, {measure}: violated in {violated} of {tellable}{trivial}")
         without, with_skip = (own.get(f"kappa {number} linear") for number in ("4.1", "4.2"))
         bound, kappa = (_lower(with_skip, without, column) for column in ("ln bound, end", "ln kappa, end"))
         if bound is not None and kappa is not None:
@@ -201,12 +203,23 @@ def _draw(records: StudyRecords, path: Path) -> None:
         rows = [row for run in records.of(label, data) for row in run.measured]
         for place, (measure, words) in enumerate(MEASURES.items()):
             plot = canvas.plots[index * len(MEASURES) + place]
-            own = [row for row in rows if row["measure"] == measure and row.get("head") is None]
+            here = [row for row in rows if row["measure"] == measure and row.get("head") is None]
+            own = _finite(here)
+            infinite = len([row for row in here if row.get("value") is not None]) - len(own)
+            if not here or not own:
+                plot.text(0.5, 0.5, "not measured", ha="center", transform=plot.transAxes)
+            elif infinite:
+                words += f"\n(without {infinite} of {infinite + len(own)} whose bound is infinite)"
             _band(plot, own, "log", "measured", "C0")
             _band(plot, own, "log_bound", "bound", "C3")
             plot.set_title(f"{data}, {label}: {words}", fontsize=8)
             plot.set(xlabel="epoch", ylabel="ln kappa")
     canvas.save(path)
+
+
+def _finite(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those with a finite bound: kappa of the others would stand beside a bound that is not theirs."""
+    return [row for row in rows if row.get("log_bound") is not None]
 
 
 def _band(plot: Any, rows: Iterable[Mapping[str, Any]], column: str, label: str, color: str) -> None:
