@@ -54,8 +54,8 @@ def report(records: StudyRecords) -> StudyReport:
         reason=reason,
         notes=(
             *_start_notes(records),
-            "The nuclear norm of the softmax Jacobian grows with density for any attention, by its formula; "
-            "the Frobenius norm does not.",
+            "How the norms go with entropy is a property of the softmax, not of training: random scores give "
+            "nearly the same curve.",
         ),
     )
 
