@@ -1,14 +1,12 @@
 """What is read off the runs of each study of trained grids."""
 
 import pytest
-import torch
 
 import study_runner
 from short_runs import run as train_run
 from wellposed.study import catalogue
+from wellposed.study.trained.after import conditioning_and_density
 from wellposed.study.trained.skip_depth import DEPTHS
-from wellposed.study.weights import trained
-from wellposed.train.model import build_model
 
 TABLES = {
     "convmixer": {"table", "grid"},
@@ -69,12 +67,10 @@ def test_skip_depth_has_a_row_a_depth(tmp_path) -> None:
     assert (outcome.folder / "figure.png").exists()
 
 
-def test_weights_of_a_run_come_back(tmp_path) -> None:
+def test_what_is_measured_on_a_run(tmp_path) -> None:
     train_run(tmp_path / "run", graying="dct", remove_skips="ffn")
-    run = trained(tmp_path / "run", images=8)
-    assert run.images.shape == (8, 1, 8, 8)
-    assert not run.model.training
-    fresh = build_model(run.recipe, 10, 1).model.eval()
-    images = run.images.cpu()
-    assert torch.equal(trained(tmp_path / "run", images=8).images.cpu(), images)
-    assert not torch.allclose(fresh(images), run.model.cpu()(images))
+    rows = conditioning_and_density(tmp_path / "run", tmp_path)
+    kappas = {(row["block"], row["position"]) for row in rows if row["measure"] == "kappa"}
+    assert {(0, "input"), (1, "attention.branch"), (1, "ffn.sum")} <= kappas
+    heads = {(row["block"], row.get("head")) for row in rows if row["measure"] == "entropy"}
+    assert heads == {(block, head) for block in (0, 1) for head in (None, 0, 1)}

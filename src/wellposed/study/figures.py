@@ -63,7 +63,7 @@ def bars(
             [each.mean if each else 0.0 for each in found],
             width * 0.92,
             yerr=[(each.deviation or 0.0) if each else 0.0 for each in found],
-            label=label,
+            label=label if len(groups) > 1 else None,
             color=f"C{index % 10}",
             capsize=2,
         )
@@ -76,7 +76,12 @@ def bars(
                 linestyles="dashed",
                 linewidth=1,
             )
-    plot.set_xticks(range(len(groups)), list(groups))
+    if len(groups) == 1:
+        # A legend would hide bars.
+        places = [(index - (len(labels) - 1) / 2) * width for index in range(len(labels))]
+        plot.set_xticks(places, labels, rotation=40, ha="right", fontsize=8)
+    else:
+        plot.set_xticks(range(len(groups)), list(groups))
     heights = [
         each for bars_of in groups.values() for each in bars_of.values() if each is not None and each.mean > 0
     ]

@@ -4,9 +4,9 @@ from typing import Any
 
 from wellposed.study import compare
 from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport
+from wellposed.study.trained.after import conditioning_and_density
 from wellposed.study.trained.bases import vit
 from wellposed.study.trained.reports import accuracy_report
-from wellposed.study.weights import conditioning_and_density
 from wellposed.train.recipe import Recipe
 
 NONE, CB = "none", "CB"

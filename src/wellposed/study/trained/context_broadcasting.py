@@ -11,9 +11,9 @@ from typing import Any
 
 from wellposed.study import compare, figures
 from wellposed.study.plan import Cell, RunRecord, Scale, Study, StudyRecords, StudyReport
+from wellposed.study.trained.after import conditioning_and_density
 from wellposed.study.trained.bases import vit
 from wellposed.study.trained.reports import accuracy_groups
-from wellposed.study.weights import conditioning_and_density
 from wellposed.train.recipe import Recipe
 
 NONE, CB, CB_S = "none", "CB", "CB_S"

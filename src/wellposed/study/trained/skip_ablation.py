@@ -11,8 +11,8 @@ from typing import Any
 
 from wellposed.study import compare, figures
 from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport, grid
+from wellposed.study.trained.after import conditioning_and_density
 from wellposed.study.trained.bases import vit
-from wellposed.study.weights import conditioning_and_density
 from wellposed.train.recipe import Recipe
 
 ALL, NO_FFN, NO_ATTENTION = "all skips", "no FFN skip", "no attention skip"
