@@ -67,14 +67,12 @@ def _half_products(x: Tensor, rows: Tensor, columns: Tensor, size: Tensor | None
     if size is None:
         size = x.abs().amax((-2, -1), keepdim=True)
     size = torch.where(size == 0, 1, size)
-    out = _aligned(rows.half()) @ (x / size).half() @ _aligned(columns.half()).mT
+    # Sums over 200 tokens, whose rows begin at multiples of 16 bytes, load faster than over 196.
+    tokens, channels = -x.shape[-2] % 8, -x.shape[-1] % 8
+    pad = torch.nn.functional.pad
+    inner = pad((x / size).half(), (0, channels, 0, tokens))
+    out = pad(rows.half(), (0, tokens)) @ inner @ pad(columns.half(), (0, channels)).mT
     return out.to(x.dtype) * size
-
-
-def _aligned(matrix: Tensor) -> Tensor:
-    """The same matrix, its rows starting at multiples of 16 bytes: others do not load at full speed."""
-    n = matrix.shape[-1]
-    return matrix if n % 8 == 0 else torch.nn.functional.pad(matrix, (0, 8 - n % 8))[..., :n]
 
 
 class _Rotate(torch.autograd.Function):
