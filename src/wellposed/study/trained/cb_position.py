@@ -23,7 +23,7 @@ def cells(scale: Scale) -> list[Cell]:
 def base(scale: Scale, data: str) -> Recipe:
     if scale == "paper":
         return vit(scale, data, model="vit_small_patch16_224")
-    return vit(scale, data, **({} if data == "digits" else {"epochs": 50}))
+    return vit(scale, data)
 
 
 def report(records: StudyRecords) -> StudyReport:

@@ -24,7 +24,7 @@ UNLABELLED: dict[str, Any] = {
     "layer_decay": None,
 }
 PRETRAINING: dict[str, dict[str, Any]] = {
-    "small": {"epochs": 100},
+    "small": {"epochs": 50},
     "paper": {
         "epochs": 800,
         "batch_size": 4096,
@@ -53,7 +53,7 @@ def base(scale: Scale, data: str) -> Recipe:
     """The fine-tuning; the pre-training changes it."""
     if scale == "paper":
         return vit(scale, data, epochs=100, lr=2e-3, layer_decay=0.65)
-    return vit(scale, data, layer_decay=0.75, **({} if data == "digits" else {"epochs": 30}))
+    return vit(scale, data, layer_decay=0.75)
 
 
 def report(records: StudyRecords) -> StudyReport:

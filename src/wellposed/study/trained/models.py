@@ -4,7 +4,7 @@ from typing import Any
 
 from wellposed.study import compare
 from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport
-from wellposed.study.trained.bases import vit
+from wellposed.study.trained.bases import POOLED, TINY, vit
 from wellposed.study.trained.reports import accuracy_report
 from wellposed.train.recipe import Recipe
 
@@ -18,8 +18,8 @@ PAPER_MODELS: dict[str, dict[str, Any]] = {
 }
 _SWIN = {"patch_size": 2, "window_size": 4, "embed_dim": 48, "depths": [2, 2, 4], "num_heads": [2, 4, 8]}
 SMALL_MODELS: dict[str, dict[str, Any]] = {
-    "ViT, 192 wide": {"model": "vit_tiny_patch16_224"},
-    "ViT, 384 wide": {"model": "vit_small_patch16_224", "model_options": {"depth": 8}},
+    "ViT, 192 wide": {"model": TINY, "model_options": POOLED},
+    "ViT, 384 wide": {"model": "vit_small_patch16_224", "model_options": {**POOLED, "depth": 8}},
     "Swin, small": {"model": "swin_tiny_patch4_window7_224", "model_options": _SWIN},
     "CaiT, small": {"model": "cait_xxs24_224", "model_options": {"depth": 10}},
     "PVTv2-b0": {"model": "pvt_v2_b0", "image_size": 64},
@@ -50,7 +50,8 @@ def base(scale: Scale, data: str) -> Recipe:
     if data == "digits":
         # Images of 8 pixels are too few tokens for models with stages.
         return vit("small", data, image_size=32, model_options={}, epochs=10)
-    return vit(scale, data, **({"epochs": 50} if scale == "small" else {}))
+    # Options of the other ViTs, such as the pooling, are not those of all models.
+    return vit(scale, data, model_options={})
 
 
 def report(records: StudyRecords) -> StudyReport:
