@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +64,44 @@ def run(
     """
     out, console = Path(out), console or Console()
     runs = plan(recipes, out=out, seeds=seeds, changes=changes)
+    jobs = min(default_jobs(runs) if jobs is None else jobs, len(runs))
+    rows: list[dict[str, Any]] = []
+
+    def save(children: Sequence[Child]) -> None:
+        rows.extend(summary.rows(children))
+        about = {"jobs": jobs, "seeds": seeds and list(seeds), "changes": dict(changes or {})}
+        summary.save(rows, about, out)
+
+    children, exit_code = train_runs(runs, out=out, jobs=jobs, command=command, console=console, at_end=save)
+    console.print(_closing(children, rows, out), markup=False, highlight=False, soft_wrap=True)
+    return Outcome(rows, exit_code)
+
+
+def train_runs(
+    runs: Sequence[Run],
+    *,
+    out: Path,
+    jobs: int,
+    command: Sequence[str],
+    console: Console,
+    ended: Callable[[Run], None] = lambda run: None,
+    at_end: Callable[[Sequence[Child]], None] = lambda children: None,
+) -> tuple[list[Child], int]:
+    """Train runs beside each other, the longest first; what became of them, and an exit code.
+
+    Args:
+        runs: whose folders are in ``out``.
+        out: locked meanwhile.
+        jobs: runs at a time.
+        command: as of :func:`run`.
+        console: where to print.
+        ended: called with each run that ended, well or not, and with those that had finished before. It must
+            not take long: no run is started meanwhile.
+        at_end: called while the folder is still locked and signals wait.
+    """
     with _alone_in(out) as lock:
         write_recipes(runs)
         children = [Child.of(each) for each in runs]
-        jobs = min(default_jobs(runs) if jobs is None else jobs, len(runs))
         console.print(_opening(children, jobs, out), markup=False, highlight=False, soft_wrap=True)
         with Signals() as signals:
             with Screen(console, children) as screen:
@@ -79,12 +113,10 @@ def run(
                     inherited=[lock],
                     signals=signals,
                     show=screen.show,
+                    ended=ended,
                 )
-            rows = summary.rows(children)
-            about = {"jobs": jobs, "seeds": seeds and list(seeds), "changes": dict(changes or {})}
-            summary.save(rows, about, out)
-    console.print(_closing(children, rows, out), markup=False, highlight=False, soft_wrap=True)
-    return Outcome(rows, _exit_code(children, signals.received))
+            at_end(children)
+    return children, _exit_code(children, signals.received)
 
 
 def default_jobs(runs: Sequence[Run]) -> int:
@@ -146,16 +178,21 @@ def _opening(children: Sequence[Child], jobs: int, out: Path) -> str:
 
 
 def _closing(children: Sequence[Child], rows: list[dict[str, Any]], out: Path) -> str:
-    parts = []
-    for child in children:
-        if child.reason:
-            said = "\n".join(f"  {line}" for line in child.last_lines(LOG_LINES)) or "  (nothing)"
-            parts.append(f"{child.run.name} {child.state}: {child.reason}. The end of its log:\n{said}")
-    parts.append(summary.text(rows))
+    parts = [*failures(children), summary.text(rows)]
     if any(child.state in ("waiting", "interrupted") for child in children):
         parts.append("Not all runs have ended; the same command again goes on with them.")
     parts.append(f"written to {out}: sweep.csv, sweep.json")
     return "\n" + "\n\n".join(parts)
+
+
+def failures(children: Sequence[Child]) -> list[str]:
+    """Of each run that went wrong: why, and the end of its log."""
+    parts = []
+    for child in children:
+        if child.reason:
+            said = "\n".join(f"  {line}" for line in child.last_lines(LOG_LINES)) or "  (nothing)"
+            parts.append(f"{child.run.title} {child.state}: {child.reason}. The end of its log:\n{said}")
+    return parts
 
 
 def _exit_code(children: Sequence[Child], received: int | None) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
 
-from wellposed.train.sweep.plan import LOG, Run
+from wellposed.train.sweep.plan import LOG, Run, work
 from wellposed.train.sweep.progress import Progress, is_finished, read_result
 
 State = Literal["waiting", "running", "finished", "interrupted", "nonfinite", "failed"]
@@ -145,9 +145,17 @@ def train_all(
     inherited: Sequence[int],
     signals: Signals,
     show: Callable[[], None],
+    ended: Callable[[Run], None] = lambda run: None,
 ) -> None:
-    """Run all that wait, at most ``jobs`` at a time, until they have ended or a signal says to stop."""
+    """Run all that wait, at most ``jobs`` at a time, until they have ended or a signal says to stop.
+
+    The longest come first: a long one that starts last would leave the GPU nearly idle at the end.
+    """
     waiting = [child for child in children if child.state == "waiting"]
+    waiting.sort(key=lambda child: -work(child.run.recipe))
+    for child in children:
+        if child.state == "finished":
+            ended(child.run)
     running: list[Child] = []
     try:
         while running or (waiting and signals.received is None):
@@ -156,12 +164,16 @@ def train_all(
                 child.start(command, environment, inherited)
                 if child.state == "running":
                     running.append(child)
+                else:
+                    ended(child.run)
             for child in running:
                 if signals.received is not None:
                     child.stop()
                 if signals.again and child.process is not None:
                     child.process.kill()
                 child.poll()
+                if child.state not in ("running", "interrupted"):
+                    ended(child.run)
             running = [child for child in running if child.state == "running"]
             show()
             if running:

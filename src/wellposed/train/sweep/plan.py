@@ -13,6 +13,10 @@ from wellposed.train.recipe_file import SUFFIXES, combine, read_recipe, write_re
 LOG = "log.txt"
 """In a run's folder: all that the run printed."""
 
+DIGITS, UNKNOWN = 1_400, 50_000
+"""Training images of the embedded set, and what a set counts as that would have to be opened to tell."""
+USUAL_DEPTH = 12
+
 
 @dataclass(frozen=True)
 class Run:
@@ -23,12 +27,18 @@ class Run:
         group: the name without the seed; runs of a group are compared as one.
         recipe: what is trained.
         folder: where it is trained.
+        shown: what people see of it; empty for its name.
     """
 
     name: str
     group: str
     recipe: Recipe
     folder: Path
+    shown: str = ""
+
+    @property
+    def title(self) -> str:
+        return self.shown or self.name
 
     @property
     def recipe_file(self) -> Path:
@@ -60,6 +70,18 @@ def plan(
             name = f"{group}-seed{seed}"
             runs.append(Run(name, group, dataclasses.replace(recipe, seed=seed), out / name))
     return runs
+
+
+def work(recipe: Recipe) -> float:
+    """About how long a run takes beside others: images that it sees times blocks. No more than an order.
+
+    >>> work(Recipe(data="cifar10:DIR", epochs=3)) > work(Recipe(data="cifar10:DIR", epochs=20, limit=5000))
+    True
+    """
+    images = DIGITS if recipe.data == "digits" else UNKNOWN
+    depth = recipe.model_options.get("depth", USUAL_DEPTH)
+    blocks = sum(depth) if isinstance(depth, (list, tuple)) else depth
+    return float(recipe.epochs * min(images, recipe.limit or images) * blocks)
 
 
 def find_recipes(sources: Iterable[str | Path], *, without: Path) -> list[Path]:

@@ -57,7 +57,7 @@ class Screen:
         for index, child in enumerate(self._children):
             if child.state != self._told[index]:
                 self._told[index] = child.state
-                parts = [f"{child.run.name}: {child.state}", *([child.reason] if child.reason else [])]
+                parts = [f"{child.run.title}: {child.state}", *([child.reason] if child.reason else [])]
                 if child.progress.accuracy is not None:
                     parts.append(f"accuracy {percent(child.progress.accuracy)}")
                 self._console.print(", ".join(parts), markup=False, highlight=False, soft_wrap=True)
@@ -72,7 +72,7 @@ def as_table(children: Sequence[Child], rows: int) -> Table:
     if len(children) > rows:
         children = [child for child in children if child.state not in ("waiting", "finished")][: max(rows, 1)]
     for child in children:
-        table.add_row(Text(child.run.name), Text(child.state, _STYLES.get(child.state, "")), *_cells(child))
+        table.add_row(Text(child.run.title), Text(child.state, _STYLES.get(child.state, "")), *_cells(child))
     return table
 
 
