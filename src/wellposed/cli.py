@@ -157,7 +157,10 @@ def sweep(
 
 @app.command()
 def study(
-    name: Annotated[str | None, typer.Argument(help="Which; without one, all are listed.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Which, or all; without one, they are listed."),
+    ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(help="A set as for train; may be repeated, for a study on several sets."),
@@ -167,10 +170,21 @@ def study(
     ] = "small",
     seeds: Annotated[str | None, typer.Option(help=r"Such as 0,1,2 or 0-4. \[default: the study's]")] = None,
     out: Annotated[
-        Path | None, typer.Option(help=r"Folder of the study. \[default: runs/study/NAME-SCALE]")
+        Path | None,
+        typer.Option(
+            help="Folder of the study; of several, the folder of their folders NAME-SCALE. "
+            r"\[default: runs/study/NAME-SCALE]"
+        ),
+    ] = None,
+    runs: Annotated[
+        Path | None,
+        typer.Option(
+            help=r"Folder of all runs, which studies share. \[default: OUT/runs, or runs/study/runs]"
+        ),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help=r"Runs beside each other. \[default: 6 on a GPU, else 1]")
+        int | None,
+        typer.Option(min=1, help=r"Runs beside each other. \[default: 6 on a GPU, else one a core]"),
     ] = None,
     change: Annotated[
         list[str] | None,
@@ -180,37 +194,45 @@ def study(
         str | None,
         typer.Option(help="What starts each run, such as 'torchrun --nproc-per-node 8' for eight GPUs."),
     ] = None,
+    report_only: Annotated[
+        bool,
+        typer.Option("--report-only", help="Tables, figure and summary from the records in OUT, no run."),
+    ] = False,
 ) -> None:
-    """Run a figure or table of the papers: its runs, its table, its figure, and whether it holds.
+    """Run figures or tables of the papers: their runs, tables and figures, and whether they hold.
 
-    Run again, it goes on where it stopped.
+    Run again, it goes on where it stopped; further seeds and data sets add to what is there.
     Exit code: 0 done, 1 a run failed, 130 or 143 stopped by SIGINT or SIGTERM.
     """
     with _plain_errors():
         from wellposed.study import catalogue
 
-        if name is None:
+        if not names:
             from wellposed.text import aligned
 
             typer.echo(aligned([("study", "what", "paper"), *catalogue.listing()]))
             return
         if scale not in ("small", "paper"):
             raise ValueError(f"scale must be small or paper, got {scale!r}.")
-        from wellposed.study.running import run
+        from wellposed.study.running import report_again, run_all
         from wellposed.train.sweep import COMMAND
 
-        started = COMMAND if launch is None else (*shlex.split(launch), "-m", "wellposed", "train")
-        outcome = run(
-            catalogue.get(name),
-            data=data or ["digits"],
-            scale=cast(Any, scale),
-            seeds=None if seeds is None else indices(seeds, "seeds"),
-            out=out,
-            jobs=jobs,
-            changes=options.assignments(change or ()),
-            command=started,
-        )
-    raise typer.Exit(outcome.exit_code)
+        studies = [catalogue.get(name) for name in catalogue.expanded(names)]
+        if report_only:
+            outcomes = report_again(studies, scale=cast(Any, scale), out=out)
+        else:
+            outcomes = run_all(
+                studies,
+                data=data or ["digits"],
+                scale=cast(Any, scale),
+                seeds=None if seeds is None else indices(seeds, "seeds"),
+                out=out,
+                runs=runs,
+                jobs=jobs,
+                changes=options.assignments(change or ()),
+                command=COMMAND if launch is None else (*shlex.split(launch), "-m", "wellposed", "train"),
+            )
+    raise typer.Exit(max(outcome.exit_code for outcome in outcomes))
 
 
 @app.command()

@@ -280,7 +280,7 @@ def test_training_steps_are_timed_once(monkeypatch, tmp_path):
         )
 
     monkeypatch.setattr(training_time, "usual_steps", tiny)
-    rows = kept(training_time.steps_once("small", "digits", tmp_path))
+    rows = kept(training_time.steps_once("small", tmp_path))
     assert [row["edit"] for row in rows] == ["plain", "svd-embedding", "dct-embedding"]
     report = training_time.report(records({}, rows))
     assert [row["edit"] for row in report.tables["table"]] == [row["edit"] for row in rows]

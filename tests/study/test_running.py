@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 import study_runner
 from short_runs import TINY
 from wellposed.cli import app
-from wellposed.study import catalogue
-from wellposed.study.plan import Cell, Study, StudyReport
+from wellposed.study import catalogue, ledger
+from wellposed.study.plan import Cell, RunRecord, Study, StudyReport
 from wellposed.study.trained import skip_ablation
 from wellposed.train.recipe import Recipe
 
@@ -22,8 +22,10 @@ def calls(folder) -> dict[str, int]:
     }
 
 
-def lines(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+def runs_of(folder) -> list[RunRecord]:
+    runs, _, strange = ledger.read(folder)
+    assert not strange
+    return runs
 
 
 def test_a_whole_study(tmp_path) -> None:
@@ -32,16 +34,16 @@ def test_a_whole_study(tmp_path) -> None:
     assert outcome.report is not None
     assert outcome.report.verdict == "reproduced"
     out = tmp_path / "out"
-    records = lines(out)
+    records = runs_of(out)
     # 12 cells with the first seed, the best of each of the 3 variants with the second.
     assert len(records) == 15
     assert len(list((out / "recipes").glob("*.toml"))) == 15
-    best = [row for row in records if row["best"]]
-    assert {row["label"] for row in best} == {"all skips", "no FFN skip", "no attention skip"}
-    assert all(row["chosen"] == {"init": "xavier", "lr": 1e-3} for row in best)
-    assert all(len(row["measured"]) == 18 for row in best)
-    assert not any(row["measured"] for row in records if not row["best"])
-    assert best[0]["curve"][-1] == {"epoch": 2, "loss": 0.5, "accuracy": 0.9, "train_loss": 0.5}
+    best = [run for run in records if run.best]
+    assert {run.label for run in best} == {"all skips", "no FFN skip", "no attention skip"}
+    assert all(run.chosen == {"init": "xavier", "lr": 1e-3} for run in best)
+    assert all(len(run.measured) == 18 for run in best)
+    assert not any(run.measured for run in records if not run.best)
+    assert best[0].curve[-1] == {"epoch": 2, "loss": 0.5, "accuracy": 0.9, "train_loss": 0.5}
     with (out / "table.csv").open() as file:
         table = list(csv.DictReader(file))
     assert [row["accuracy"] for row in table] == ["90.05", "88.05", "70.05"]
@@ -55,7 +57,8 @@ def test_a_whole_study(tmp_path) -> None:
         "deviation": pytest.approx(0.0707, abs=1e-4),
         "n": 2,
     }
-    assert "torch" in summary["environment"]["packages"]
+    (surroundings,) = summary["environments"]
+    assert "torch" in surroundings["packages"]
     assert (out / "figure.png").stat().st_size > 10_000
     assert "verdict: reproduced" in text
 
@@ -64,11 +67,12 @@ def test_again_it_trains_and_measures_nothing(tmp_path) -> None:
     study_runner.run(skip_ablation.STUDY, tmp_path, seeds=[0])
     out = tmp_path / "out"
     assert set(calls(out).values()) == {1}
-    (measured,) = (out / "runs").glob("digits-all-skips-initxavier-lr0.001-seed0/measured.jsonl")
-    measured.write_text("")
+    before = (out / "records.jsonl").read_text()
+    for measured in (out / "runs").glob("*/measured-*.jsonl"):
+        measured.write_text("")
     study_runner.run(skip_ablation.STUDY, tmp_path, seeds=[0])
     assert set(calls(out).values()) == {1}
-    assert measured.read_text() == ""
+    assert (out / "records.jsonl").read_text() == before
     # Another seed adds to it.
     study_runner.run(skip_ablation.STUDY, tmp_path, seeds=[0, 5])
     assert len(calls(out)) == 15
@@ -86,10 +90,12 @@ def test_no_folder_of_the_machine_is_in_the_files(tmp_path) -> None:
 def test_a_run_starts_from_that_of_its_seed(tmp_path) -> None:
     outcome, _ = study_runner.run(catalogue.get("mae"), tmp_path)
     assert outcome.exit_code == 0
-    runs = tmp_path / "out" / "runs"
-    text = (runs / "digits-mae-dct-fine-tuned-seed1.toml").read_text()
-    assert f'start_from = "{runs / "digits-mae-dct-seed1"}"' in text
-    assert lines(tmp_path / "out")[0]["label"] == "MAE"
+    out = tmp_path / "out"
+    records = runs_of(out)
+    assert records[0].label == "MAE"
+    source = next(run for run in records if (run.label, run.seed) == ("MAE + DCT", 1))
+    text = (out / "recipes" / "digits-mae-dct-fine-tuned-seed1.toml").read_text()
+    assert f'start_from = "{out / "runs" / source.run}"' in text
     assert outcome.report is not None
     table = outcome.report.tables["table"]
     assert [row["variant"] for row in table] == ["from scratch", "MAE, fine-tuned", "MAE + DCT, fine-tuned"]
@@ -103,14 +109,14 @@ def test_several_sets_and_changes(tmp_path) -> None:
         seeds=[0],
         changes={"lr": 0.5, "model_options": {"depth": 2}},
     )
-    records = lines(outcome.folder)
+    records = runs_of(outcome.folder)
     # The rate is no longer chosen, so half of the grid is left.
     assert len(records) == 2 * 3 * 2
-    assert {row["data"] for row in records} == {"digits", "cifar10"}
-    assert {row["recipe"]["lr"] for row in records} == {0.5}
-    assert {row["recipe"]["model_options"]["depth"] for row in records} == {2}
-    assert records[0]["recipe"]["model_options"]["embed_dim"] == 48
-    assert records[0]["chosen"] == {"init": "timm"}
+    assert {run.data for run in records} == {"digits", "cifar10"}
+    assert {run.recipe["lr"] for run in records} == {0.5}
+    assert {run.recipe["model_options"]["depth"] for run in records} == {2}
+    assert records[0].recipe["model_options"]["embed_dim"] == 48
+    assert records[0].chosen == {"init": "timm"}
 
 
 def test_a_failed_run_leaves_the_others_and_no_verdict(tmp_path) -> None:
@@ -124,7 +130,7 @@ def test_a_failed_run_leaves_the_others_and_no_verdict(tmp_path) -> None:
 def test_a_run_that_is_not_finite_counts(tmp_path) -> None:
     outcome, _ = study_runner.run(skip_ablation.STUDY, tmp_path, seeds=[0], changes={"epochs": 14})
     assert outcome.exit_code == 0
-    assert {row["state"] for row in lines(outcome.folder)} == {"nonfinite"}
+    assert {run.state for run in runs_of(outcome.folder)} == {"nonfinite"}
 
 
 def test_what_is_refused(tmp_path) -> None:
@@ -150,8 +156,8 @@ def test_without_matplotlib_the_tables_are_written(tmp_path, monkeypatch) -> Non
 def test_a_study_without_runs_measures_once(tmp_path) -> None:
     asked = []
 
-    def once(scale, data, folder):
-        asked.append(data)
+    def once(scale, folder):
+        asked.append(scale)
         return [{"value": 3.0}]
 
     def report(records) -> StudyReport:
@@ -168,10 +174,10 @@ def test_a_study_without_runs_measures_once(tmp_path) -> None:
         once=once,
     )
     for _ in range(2):
-        outcome, _ = study_runner.run(study, tmp_path)
-    assert asked == ["digits"]
+        outcome, _ = study_runner.run(study, tmp_path, data=["digits", "cifar10:DIR"])
+    assert asked == ["small"]
     assert outcome.report is not None
-    assert outcome.report.tables["table"] == [{"data": "digits", "value": 3.0}]
+    assert outcome.report.tables["table"] == [{"value": 3.0}]
 
 
 def test_a_cell_that_starts_from_nothing(tmp_path) -> None:
@@ -205,11 +211,11 @@ def test_the_command_trains(tmp_path) -> None:
     ]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    records = lines(tmp_path / "out")
+    records = runs_of(tmp_path / "out")
     assert len(records) == 3
-    for row in records:
-        assert {each["measure"] for each in row["measured"]} == {"kappa", "entropy"}
-        assert row["result"]["test"]["accuracy"] > 0
+    for run in records:
+        assert {each["measure"] for each in run.measured} == {"kappa", "entropy"}
+        assert run.result["test"]["accuracy"] > 0
     listed = CliRunner().invoke(app, ["study"])
     assert "skip-ablation" in listed.output
     wrong = CliRunner().invoke(app, ["study", "bot"])

@@ -1,6 +1,7 @@
 """The studies by name; each is imported when it is asked for."""
 
 import importlib
+from collections.abc import Iterable
 
 from wellposed.study.plan import Study
 from wellposed.train.recipe_values import nearest
@@ -34,6 +35,16 @@ def get(name: str) -> Study:
         raise ValueError(f"there is no study {name!r}{nearest(name, MODULES)}")
     study: Study = importlib.import_module(f"wellposed.study.{MODULES[name]}").STUDY
     return study
+
+
+def expanded(names: Iterable[str]) -> list[str]:
+    """The names, each once; ``all`` is every study.
+
+    >>> expanded(["both", "mae", "both"]), len(expanded(["all"]))
+    (['both', 'mae'], 13)
+    """
+    every = [name for given in names for name in (MODULES if given == "all" else [given])]
+    return list(dict.fromkeys(every))
 
 
 def listing() -> list[tuple[str, str, str]]:

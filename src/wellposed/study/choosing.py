@@ -1,45 +1,55 @@
-"""Which cells of a grid stand for their variants, and which runs are the same."""
+"""Which cells of a grid stand for their variants."""
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wellposed.study.plan import Cell
+from wellposed.study.ledger import Key
+from wellposed.study.plan import Cell, RunRecord, data_name
 from wellposed.train.recipe import Recipe
-from wellposed.train.report.run_log import plain
-from wellposed.train.sweep.progress import is_finished, read_result
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One run of a study."""
+    """One run of a study.
+
+    Args:
+        cell: whose it is.
+        data: as ``--data`` has it.
+        seed: of the run.
+        trial: whether it is short and only chooses.
+        recipe: what is trained.
+        folder: where, in the pool.
+        measured: whether something is measured on its weights.
+    """
 
     cell: Cell
     data: str
     seed: int
-    folder: Path
+    trial: bool
     recipe: Recipe
+    folder: Path
+    measured: bool
+
+    @property
+    def key(self) -> Key:
+        return self.folder.name, self.trial
+
+    @property
+    def title(self) -> str:
+        """For people, and for its file in ``recipes/``."""
+        return f"{data_name(self.data)}-{self.cell.name}-seed{self.seed}" + ("-trial" if self.trial else "")
 
 
-def best_cells(planned: Sequence[Planned], spec: str) -> list[Cell]:
-    """For each variant on a data set, the cell with the highest accuracy of those tried with the first seed.
-
-    A lower loss tells between equals, and between runs that classify nothing.
-    """
-    best: dict[str, tuple[tuple[float, float], Cell]] = {}
-    for each in planned:
-        if each.data == spec and each.seed == planned[0].seed:
-            score = _score(read_result(each.folder))
-            if each.cell.label not in best or score > best[each.cell.label][0]:
-                best[each.cell.label] = (score, each.cell)
-    return [cell for _, cell in best.values()]
+def best_of(tried: Sequence[tuple[Cell, RunRecord]]) -> Cell:
+    """The cell with the highest accuracy; a lower loss tells between equals, and where none classifies."""
+    return max(tried, key=lambda each: score(each[1]))[0]
 
 
-def _score(result: Mapping[str, Any]) -> tuple[float, float]:
-    test = (result.get("test") or {}) if is_finished(result) else {}
+def score(record: RunRecord) -> tuple[float, float]:
+    test = (record.result.get("test") or {}) if record.state == "finished" else {}
     loss, accuracy = test.get("loss"), test.get("accuracy")
     return (
         accuracy if isinstance(accuracy, (int, float)) else -1.0,
@@ -47,24 +57,14 @@ def _score(result: Mapping[str, Any]) -> tuple[float, float]:
     )
 
 
-def distinct(cells: Iterable[Cell], changes: Mapping[str, Any]) -> list[Cell]:
-    """Without those of a grid that the user's changes have made equal."""
+def variants(cells: Iterable[Cell], changes: Mapping[str, Any]) -> dict[str, list[Cell]]:
+    """The cells by label, without those of a grid that the user's changes have made equal."""
     kept: dict[str, Cell] = {}
     for cell in cells:
         chosen = {name: value for name, value in cell.chosen.items() if name not in changes}
         made = dataclasses.replace(cell, chosen=chosen)
         kept.setdefault(made.name, made)
-    return list(kept.values())
-
-
-def require_different(wave: Sequence[Planned]) -> None:
-    """A change over all must not make two variants the same."""
-    seen: dict[str, str] = {}
-    for each in wave:
-        key = json.dumps(plain(each.recipe.to_mapping()), sort_keys=True)
-        label = seen.setdefault(key, each.cell.label)
-        if label != each.cell.label:
-            raise ValueError(
-                f"with these changes {label!r} and {each.cell.label!r} would be the same run; "
-                "leave out of --set what the study varies."
-            )
+    found: dict[str, list[Cell]] = {}
+    for cell in kept.values():
+        found.setdefault(cell.label, []).append(cell)
+    return found

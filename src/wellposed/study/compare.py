@@ -198,13 +198,14 @@ def accuracy_table(
 
 
 def grid_table(records: StudyRecords) -> list[dict[str, Any]]:
-    """Every run, with what was chosen from: the grid that the best came out of."""
+    """Every run, trials too: the grid that the best came out of."""
     return [
         {
             "data": run.data,
             "variant": run.label,
             **run.chosen,
             "seed": run.seed,
+            "trial": run.trial,
             "state": run.state,
             "accuracy": None if run.accuracy is None else round(run.accuracy, 3),
             "loss": (run.result.get("test") or {}).get("loss"),

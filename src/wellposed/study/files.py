@@ -7,31 +7,73 @@ import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wellposed.study.compare import accuracies, spread
-from wellposed.study.plan import Scale, Study, StudyRecords, StudyReport
+from wellposed.study.plan import Scale, StudyRecords, StudyReport, data_name
 from wellposed.text import aligned
 from wellposed.train.environment import environment
 from wellposed.train.report import write_json
 from wellposed.train.report.run_log import plain
 
+if TYPE_CHECKING:
+    from wellposed.study.session import Session
 
-def about(
-    study: Study, scale: Scale, data: Sequence[str], seeds: Sequence[int], changes: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What was asked, and where it ran; the command names sets of data, not folders of this machine."""
-    surroundings = environment()
-    surroundings.pop("command")
+SUMMARY = "summary.json"
+
+
+def about(session: "Session", records: StudyRecords, before: Mapping[str, Any]) -> dict[str, Any]:
+    """What all the records are of, and where they were made.
+
+    Args:
+        session: the call.
+        records: all that are reported.
+        before: the summary that stands there: other calls may have made some of the records.
+    """
+    study = session.study
+    specs = {**before.get("data", {}), **{data_name(spec): shown(spec) for spec in session.data}}
+    names = records.datasets or list(specs)
+    data = {name: specs.get(name, name) for name in names}
+    seeds = sorted({run.seed for run in records.runs}) or list(session.seeds)
     return {
         "study": study.name,
         "title": study.title,
         "paper": study.paper,
         "claim": study.claim,
-        "command": command(study.name, scale, data, seeds, changes),
-        "seeds": list(seeds),
-        "environment": surroundings,
+        "command": command(study.name, session.scale, list(data.values()), seeds, session.changes),
+        "scale": session.scale,
+        "data": data,
+        "seeds": seeds,
+        "changes": session.changes,
+        "environments": _environments(before.get("environments", []), session.has_worked),
     }
+
+
+def _environments(before: Sequence[Mapping[str, Any]], has_worked: bool) -> list[Mapping[str, Any]]:
+    """Of the calls that trained or measured, each once, with its latest time."""
+    if before and not has_worked:
+        return list(before)
+    now = environment()
+    now.pop("command")
+    others = [each for each in before if {**each, "time": None} != {**now, "time": None}]
+    return [*others, now]
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The one of an earlier call; empty if there is none."""
+    path = folder / SUMMARY
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return values
+
+
+def shown(spec: str) -> str:
+    """A data set without the folders of this machine.
+
+    >>> [shown(spec) for spec in ("digits", "cifar10:/a/DIR", "packed:/a/b.npz", "/a/imagenet")]
+    ['digits', 'cifar10:DIR', 'packed:b.npz', 'imagenet']
+    """
+    kind, colon, rest = spec.partition(":")
+    return f"{kind}:{Path(rest).name or rest}" if colon else Path(kind).name
 
 
 def command(
@@ -44,9 +86,7 @@ def command(
     """
     parts = ["wellposed", "study", name]
     for spec in data:
-        kind, colon, rest = spec.partition(":")
-        shown = f"{kind}:{Path(rest).name or rest}" if colon else Path(kind).name
-        parts += ["--data", shown]
+        parts += ["--data", shown(spec)]
     parts += ["--scale", scale, "--seeds", ",".join(map(str, seeds))]
     for field, value in changes.items():
         given = value.items() if isinstance(value, Mapping) else [("", value)]
@@ -60,8 +100,6 @@ def write_report(
 ) -> list[str]:
     """Write all files; returns what to print."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [rounded(dataclasses.asdict(run)) for run in records.runs]
-    write_lines(folder / "records.jsonl", [*lines, *map(rounded, records.measured)])
     for name, rows in report.tables.items():
         write_table(folder / f"{name}.csv", rows)
     said, notes = [], list(report.notes)
@@ -75,7 +113,7 @@ def write_report(
         finally:
             staged.unlink(missing_ok=True)
     summary = {**details, "verdict": report.verdict, "reason": report.reason, "notes": notes}
-    write_json(folder / "summary.json", {**summary, "accuracy": accuracy_summary(records)})
+    write_json(folder / SUMMARY, {**summary, "accuracy": accuracy_summary(records)})
     for name, rows in report.tables.items():
         if rows and name == "table":
             said.append(text_table(rows))
@@ -84,19 +122,6 @@ def write_report(
     written = [path.name for path in sorted(folder.iterdir()) if path.is_file() and path.name[0] != "."]
     said.append(f"written to {folder}: {', '.join(written)}")
     return said
-
-
-def rounded(value: Any) -> Any:
-    """Numbers to six digits: more are not measured, and the files are for keeping.
-
-    >>> rounded({"kappa": [123.456789, 1e-9], "n": 3})
-    {'kappa': [123.457, 1e-09], 'n': 3}
-    """
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, Mapping):
-        return {name: rounded(each) for name, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def accuracy_summary(records: StudyRecords) -> list[dict[str, Any]]:

@@ -75,6 +75,8 @@ class RunRecord:
         measured: what ``Study.after`` found in it.
         best: whether it belongs to the cell that stands for its label.
         reported: as in the cell.
+        trial: whether it was a short run that only chose; it never counts in a mean.
+        run: name of its folder, the same for equal recipes.
     """
 
     label: str
@@ -89,6 +91,8 @@ class RunRecord:
     measured: Sequence[Mapping[str, Any]] = ()
     best: bool = True
     reported: bool = True
+    trial: bool = False
+    run: str = ""
 
     @property
     def accuracy(self) -> float | None:
@@ -131,7 +135,7 @@ class StudyRecords:
         return [
             run
             for run in self.runs
-            if run.label == label and run.best and run.reported and data in (None, run.data)
+            if run.label == label and run.best and run.reported and not run.trial and data in (None, run.data)
         ]
 
 
@@ -169,9 +173,13 @@ class Study:
         report: what is read off.
         seeds: unless the user gives others. With a grid to choose from, all of it is trained with the first
             seed, and the best of each variant with the others too.
-        after: (folder of a finished run, folder of the study) -> what is measured on its weights. Kept in
-            ``measured.jsonl`` of the run, and not measured again.
-        once: (scale, data, folder of the study) -> what is measured without a run, once.
+        trial: fields over the recipes with which a grid is tried, such as fewer epochs, or (scale, data) ->
+            those. The best of each variant is then trained in full with all seeds, so that no accuracy is
+            reported that something was chosen by. None, or no fields, chooses by the full run of the first
+            seed.
+        after: (folder of a finished run, folder of the study) -> what is measured on its last weights, which
+            its accuracy is of. Kept in the run's folder, and not measured again.
+        once: (scale, folder of the study) -> what is measured without a run, once.
         on_cpu: whether the small scale takes minutes on a laptop with the embedded digits.
         jobs: runs beside each other, where the user and the machine do not say.
     """
@@ -184,10 +192,15 @@ class Study:
     base: Callable[[Scale, str], Recipe]
     report: Callable[[StudyRecords], StudyReport]
     seeds: tuple[int, ...] = (0, 1, 2)
+    trial: Mapping[str, Any] | Callable[[Scale, str], Mapping[str, Any]] | None = None
     after: Callable[[Path, Path], list[dict[str, Any]]] | None = None
-    once: Callable[[Scale, str, Path], list[dict[str, Any]]] | None = None
+    once: Callable[[Scale, Path], list[dict[str, Any]]] | None = None
     on_cpu: bool = False
     jobs: int | None = None
+
+    def trial_fields(self, scale: Scale, data: str) -> Mapping[str, Any]:
+        """Over the recipes of a grid that is tried; empty where the full runs choose."""
+        return self.trial(scale, data) if callable(self.trial) else self.trial or {}
 
 
 def data_name(spec: str) -> str:
