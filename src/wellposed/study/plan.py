@@ -177,6 +177,7 @@ class Study:
             those. The best of each variant is then trained in full with all seeds, so that no accuracy is
             reported that something was chosen by. None, or no fields, chooses by the full run of the first
             seed.
+        chooses_once: the first data set given chooses for all of them.
         after: (folder of a finished run, folder of the study) -> what is measured on its last weights, which
             its accuracy is of. Kept in the run's folder, and not measured again.
         once: (scale, folder of the study) -> what is measured without a run, once.
@@ -193,6 +194,7 @@ class Study:
     report: Callable[[StudyRecords], StudyReport]
     seeds: tuple[int, ...] = (0, 1, 2)
     trial: Mapping[str, Any] | Callable[[Scale, str], Mapping[str, Any]] | None = None
+    chooses_once: bool = False
     after: Callable[[Path, Path], list[dict[str, Any]]] | None = None
     once: Callable[[Scale, Path], list[dict[str, Any]]] | None = None
     on_cpu: bool = False

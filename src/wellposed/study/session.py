@@ -116,6 +116,8 @@ class Session:
 
     def _tries(self, spec: str, label: str) -> list[Planned]:
         """The runs that a variant's best is chosen by; none while what they start from is not chosen."""
+        if self.study.chooses_once:
+            spec = self.data[0]
         is_short = self.grid.has_trial(spec)
         made = [
             self._plan(label, number, spec, self._choosing_seed(spec, label), is_short)

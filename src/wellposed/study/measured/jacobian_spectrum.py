@@ -52,7 +52,7 @@ def cells(scale: Scale) -> list[Cell]:
 
 
 def base(scale: Scale, data: str) -> Recipe:
-    """Of images of 32 pixels 17 tokens: few enough for the whole Jacobian of ViT-Tiny, 3264 x 3264."""
+    """Of images of 32 pixels 16 tokens: few enough for the whole Jacobian of ViT-Tiny, 3072 x 3072."""
     recipe = plain_vit(scale, data)
     is_small = scale == "small" and data != "digits"
     return dataclasses.replace(recipe, patch_size=8) if is_small else recipe

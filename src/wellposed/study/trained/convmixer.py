@@ -3,7 +3,7 @@
 from typing import Any
 
 from wellposed.study import compare
-from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport, grid
+from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport, data_name, grid
 from wellposed.study.trained.bases import COMMON, SMALL_IMAGES, UNWATCHED
 from wellposed.study.trained.reports import accuracy_report
 from wellposed.train.recipe import Recipe
@@ -21,10 +21,14 @@ def cells(scale: Scale) -> list[Cell]:
 
 def base(scale: Scale, data: str) -> Recipe:
     values: dict[str, Any] = COMMON | UNWATCHED | SMALL_IMAGES | {"data": data, "model": MODEL}
-    if data == "digits":
+    if data_name(data) == "digits":
         small = {"batch_size": 64, "mixup": 0.0, "cutmix": 0.0, "erase": 0.0, "precision": "fp32"}
         return Recipe(**values | small | {"epochs": 15, "warmup_epochs": 1.5, "model_options": DIGITS})
     return Recipe(**values | {"epochs": 200 if scale == "paper" else 15})
+
+
+def trial(scale: Scale, data: str) -> dict[str, Any]:
+    return {"epochs": 5}
 
 
 def report(records: StudyRecords) -> StudyReport:
@@ -42,4 +46,6 @@ STUDY = Study(
     cells=cells,
     base=base,
     report=report,
+    trial=trial,
+    chooses_once=True,
 )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from wellposed.study import compare
-from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport
+from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport, data_name
 from wellposed.study.trained.bases import POOLED, TINY, vit
 from wellposed.study.trained.reports import accuracy_report
 from wellposed.train.recipe import Recipe
@@ -47,7 +47,7 @@ def cells(scale: Scale) -> list[Cell]:
 
 
 def base(scale: Scale, data: str) -> Recipe:
-    if data == "digits":
+    if data_name(data) == "digits":
         # Images of 8 pixels are too few tokens for models with stages.
         return vit("small", data, image_size=32, model_options={}, epochs=10)
     # Options of the other ViTs, such as the pooling, are not those of all models.
