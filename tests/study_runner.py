@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from wellposed.study import running
-from wellposed.study.plan import Study
+from wellposed.study import ledger, running
+from wellposed.study.plan import RunRecord, Study
 
 SCRIPT = """
 import json, sys, tomllib
@@ -26,6 +26,7 @@ points = 90.0 + 0.1 * recipe["seed"]
 points -= {"attention": 20.0, "ffn": 2.0}.get(recipe.get("remove_skips"), 0.0)
 points -= 5.0 * (recipe["init"] == "timm") + 1.0 * (recipe.get("lr") == 3e-4)
 points += 1.0 * ("graying" in recipe) + 2.0 * ("broadcast" in recipe) + 3.0 * ("start_from" in recipe)
+points -= 30.0 * (recipe["epochs"] == 5)
 test = {"update": 2, "epoch": 2, "loss": 0.5}
 if recipe["task"] != "mae":
     test["accuracy"] = points / 100
@@ -57,11 +58,29 @@ def after(folder: Path, study: Path) -> list[dict[str, Any]]:
 
 def run(study: Study, tmp_path: Path, **options: Any) -> tuple[running.Outcome, str]:
     """The outcome and what was printed."""
+    outcomes, text = run_all([study], tmp_path, **options)
+    return outcomes[0], text
+
+
+def run_all(studies: list[Study], tmp_path: Path, **options: Any) -> tuple[list[running.Outcome], str]:
     script = tmp_path / "runner.py"
     script.write_text(SCRIPT)
     console = Console(file=io.StringIO(), width=300)
-    measured = study if study.after is None else dataclasses.replace(study, after=after)
+    measured = [
+        study if study.after is None else dataclasses.replace(study, after=after) for study in studies
+    ]
     usual: dict[str, Any] = {"out": tmp_path / "out", "seeds": [0, 1], "jobs": 4}
     command = [sys.executable, "-S", "-E", str(script)]
-    outcome = running.run(measured, **usual | options, command=command, console=console)
-    return outcome, console.file.getvalue()  # type: ignore[attr-defined]
+    outcomes = running.run_all(measured, **usual | options, command=command, console=console)
+    return outcomes, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def calls(pool: Path) -> dict[str, int]:
+    """How often each run of a pool was started."""
+    return {path.parent.name: len(path.read_text().splitlines()) for path in pool.glob("*/calls.txt")}
+
+
+def runs_of(folder: Path) -> list[RunRecord]:
+    runs, _, strange = ledger.read(folder)
+    assert not strange
+    return runs

@@ -9,23 +9,12 @@ from typer.testing import CliRunner
 
 import study_runner
 from short_runs import TINY
+from study_runner import calls, runs_of
 from wellposed.cli import app
-from wellposed.study import catalogue, ledger
-from wellposed.study.plan import Cell, RunRecord, Study, StudyReport
+from wellposed.study import catalogue
+from wellposed.study.plan import Cell, Study, StudyReport
 from wellposed.study.trained import skip_ablation
 from wellposed.train.recipe import Recipe
-
-
-def calls(folder) -> dict[str, int]:
-    return {
-        path.parent.name: len(path.read_text().splitlines()) for path in (folder / "runs").glob("*/calls.txt")
-    }
-
-
-def runs_of(folder) -> list[RunRecord]:
-    runs, _, strange = ledger.read(folder)
-    assert not strange
-    return runs
 
 
 def test_a_whole_study(tmp_path) -> None:
@@ -66,17 +55,17 @@ def test_a_whole_study(tmp_path) -> None:
 def test_again_it_trains_and_measures_nothing(tmp_path) -> None:
     study_runner.run(skip_ablation.STUDY, tmp_path, seeds=[0])
     out = tmp_path / "out"
-    assert set(calls(out).values()) == {1}
+    assert set(calls(out / "runs").values()) == {1}
     before = (out / "records.jsonl").read_text()
     for measured in (out / "runs").glob("*/measured-*.jsonl"):
         measured.write_text("")
     study_runner.run(skip_ablation.STUDY, tmp_path, seeds=[0])
-    assert set(calls(out).values()) == {1}
+    assert set(calls(out / "runs").values()) == {1}
     assert (out / "records.jsonl").read_text() == before
     # Another seed adds to it.
     study_runner.run(skip_ablation.STUDY, tmp_path, seeds=[0, 5])
-    assert len(calls(out)) == 15
-    assert set(calls(out).values()) == {1}
+    assert len(calls(out / "runs")) == 15
+    assert set(calls(out / "runs").values()) == {1}
 
 
 def test_no_folder_of_the_machine_is_in_the_files(tmp_path) -> None:

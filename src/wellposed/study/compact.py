@@ -10,7 +10,6 @@ all of them share told once.
 True
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,10 +45,12 @@ def thinned(points: Sequence[Any], most: int = POINTS) -> list[Any]:
 
 
 def packed_rows(rows: Rows) -> list[dict[str, Any]]:
-    """Rows one after the other that have the same names and the same ``measure`` as one table each."""
+    """Rows that have the same names and the same ``measure`` as one table each."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row.get("measure"), *row), []).append(row)
     tables = []
-    for (_, *names), group in itertools.groupby(rows, key=lambda row: (row.get("measure"), *row)):
-        own = list(group)
+    for (_, *names), own in groups.items():
         shared = [name for name in names if len(own) > 1 and all(row[name] == own[0][name] for row in own)]
         columns = [name for name in names if name not in shared]
         tables.append(
@@ -63,7 +64,7 @@ def packed_rows(rows: Rows) -> list[dict[str, Any]]:
 
 
 def unpacked_rows(tables: Rows) -> list[dict[str, Any]]:
-    """What :func:`packed_rows` packed."""
+    """What :func:`packed_rows` packed, table by table."""
     return [
         {**table["same"], **dict(zip(table["columns"], row, strict=True))}
         for table in tables

@@ -173,7 +173,8 @@ def _shown(value: Any) -> str:
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """One JSON object a line; the file is whole or not there."""
-    text = "".join(json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n" for row in rows)
+    dump = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode
+    text = "".join(dump(plain(row)) + "\n" for row in rows)
     staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     staged.write_text(text, encoding="utf-8")
     staged.replace(path)
