@@ -13,7 +13,8 @@ from wellposed.study.plan import Cell, StudyRecords, grid
 from wellposed.study.pool import run_name
 from wellposed.study.trained import both, context_broadcasting, skip_ablation
 
-TRIED = dataclasses.replace(skip_ablation.STUDY, trial={"epochs": 5, "limit": 300})
+WHOLE = dataclasses.replace(skip_ablation.STUDY, trial=None, chooses_once=False)
+TRIED = dataclasses.replace(WHOLE, trial={"epochs": 5, "limit": 300})
 PLAIN = context_broadcasting.STUDY
 
 
@@ -61,7 +62,7 @@ def test_the_users_changes_are_over_the_trial(tmp_path) -> None:
 
 
 def test_further_seeds_keep_the_choice(tmp_path) -> None:
-    for study in (TRIED, skip_ablation.STUDY):
+    for study in (TRIED, WHOLE):
         out = tmp_path / str(study.trial is None)
         study_runner.run(study, tmp_path, out=out, seeds=[0])
         before = calls(out / "runs")
@@ -121,6 +122,19 @@ def test_a_run_whose_record_stands_is_not_trained_again(tmp_path) -> None:
     # The second seed of the first set, and all of the second set.
     assert len(calls(out / "runs")) == 3 + 18
     assert {run.data for run in runs_of(out)} == {"digits", "cifar10"}
+
+
+def test_the_first_set_chooses_for_all(tmp_path) -> None:
+    once = dataclasses.replace(TRIED, chooses_once=True)
+    outcome, _ = study_runner.run(once, tmp_path, seeds=[0], data=["digits", "cifar10:DIR"])
+    records = runs_of(tmp_path / "out")
+    assert {run.data for run in records if run.trial} == {"digits"}
+    assert len(records) == 12 + 2 * 3
+    assert outcome.report is not None
+    assert [row["data"] for row in outcome.report.tables["table"]] == ["digits"] * 3 + ["cifar10"] * 3
+    # The set that chose need not be at hand later.
+    study_runner.run(once, tmp_path, seeds=[0], data=["digits", "cifar10:DIR", "cifar100:DIR"])
+    assert len(runs_of(tmp_path / "out")) == 12 + 3 * 3
 
 
 def test_sets_one_call_at_a_time(tmp_path) -> None:
