@@ -11,7 +11,16 @@ if TYPE_CHECKING:
     from wellposed import anatomy, linalg, models, nn, probes, surgery
     from wellposed.errors import SeamError, UnknownModelError, WrappedModelError
     from wellposed.probes import Diagnosis, diagnose
-    from wellposed.surgery import Edit, Edits, broadcast_context, edits, gray_tokens, remove_skips, restore
+    from wellposed.surgery import (
+        Edit,
+        Edits,
+        broadcast_context,
+        edits,
+        gray_tokens,
+        remove_skips,
+        restore,
+        uniform_heads,
+    )
 
 __version__ = "0.1.0"
 
@@ -28,6 +37,7 @@ _HOME = {
     "gray_tokens": "surgery",
     "remove_skips": "surgery",
     "restore": "surgery",
+    "uniform_heads": "surgery",
 }
 _MODULES = ("anatomy", "errors", "linalg", "models", "nn", "probes", "surgery")
 
@@ -50,6 +60,7 @@ __all__ = [
     "remove_skips",
     "restore",
     "surgery",
+    "uniform_heads",
 ]
 
 

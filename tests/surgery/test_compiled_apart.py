@@ -16,6 +16,7 @@ EDITS = {
     "blocks": lambda model: wp.gray_tokens(model, 0.5, "dct", "blocks", blocks=0),
     "broadcast": wp.broadcast_context,
     "skips": lambda model: wp.remove_skips(model, "attention"),
+    "uniform": wp.uniform_heads,
     "blocks and skips": lambda model: (
         wp.gray_tokens(model, 0.5, "dct", "blocks", blocks=0),
         wp.remove_skips(model, "attention"),

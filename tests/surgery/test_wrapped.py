@@ -8,7 +8,14 @@ from torch import nn
 import wellposed as wp
 from zoo import BY_NAME
 
-EVERY_EDIT = (wp.gray_tokens, wp.broadcast_context, wp.remove_skips, wp.restore, wp.anatomy.verify)
+EVERY_EDIT = (
+    wp.gray_tokens,
+    wp.broadcast_context,
+    wp.remove_skips,
+    wp.uniform_heads,
+    wp.restore,
+    wp.anatomy.verify,
+)
 every_edit = pytest.mark.parametrize("edit", EVERY_EDIT, ids=lambda edit: edit.__name__)
 
 

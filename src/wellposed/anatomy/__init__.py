@@ -1,12 +1,23 @@
 """What a model is made of, and where to cut it: one table row a block class."""
 
 from wellposed.anatomy.model import Block, Embedding, blocks, embeddings
-from wellposed.anatomy.rows import Add, BlockRow, EmbeddingRow, Tap, after, before, no_taps, taps
+from wellposed.anatomy.rows import (
+    Add,
+    AttentionRow,
+    BlockRow,
+    EmbeddingRow,
+    Tap,
+    after,
+    before,
+    no_taps,
+    taps,
+)
 from wellposed.anatomy.table import families, teach
 from wellposed.anatomy.verify import verify
 
 __all__ = [
     "Add",
+    "AttentionRow",
     "Block",
     "BlockRow",
     "Embedding",

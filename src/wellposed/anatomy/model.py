@@ -13,6 +13,7 @@ from wellposed.anatomy.table import block_row, embedding_row, unknown_model
 from wellposed.errors import WrappedModelError
 
 BlockSelection = int | slice | Iterable[int] | None
+_ATTENTION_NAMES = ("attn", "attention", "self_attention", "self_attn")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,16 @@ class Block:
         """Where ``position`` is in this block, or why it has none."""
         tap = self.row.tap(position)
         return tap if isinstance(tap, str) else find_place(self.name, self.module, tap, self._layout())
+
+    def attention(self) -> tuple[str, nn.Module]:
+        """The attention module and its name. Raises ValueError where there is none."""
+        for name in _ATTENTION_NAMES:
+            if isinstance(child := getattr(self.module, name, None), nn.Module):
+                return join_names(self.name, name), child
+        place = self.place("attention.end")
+        if isinstance(place, str):
+            raise ValueError(f"{self.name} has no attention: {place}.")
+        return place.name, place.owner
 
     def _layout(self) -> Layout:
         return self.row.layout_of(self.module)
@@ -109,6 +120,14 @@ def select(found: list[Block], selection: BlockSelection) -> list[Block]:
     if not chosen:
         raise ValueError(f"blocks={selection!r} selects none of the {len(found)} blocks; None selects all.")
     return chosen
+
+
+def no_attention(block: Block) -> str:
+    """Why a block has no attention over tokens; empty where it has."""
+    if block.row.no_token_attention or "attention" in block.row.roles:
+        return block.row.no_token_attention
+    tap = block.row.tap("attention.end")
+    return tap if isinstance(tap, str) else "its row names no skip around attention"
 
 
 def embeddings(model: nn.Module) -> list[Embedding]:

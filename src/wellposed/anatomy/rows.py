@@ -18,7 +18,12 @@ tokens, a depthwise convolution), XCiT's local patch interaction."""
 Layout = Literal["NLC", "LNC", "NHWC", "NCHW"]
 """How tokens lie in a tensor; LNC is the ``batch_first=False`` of PyTorch."""
 
-Side = Literal["before", "after"]
+HeadsAt = Literal["axis 1", "channels"]
+"""Where a query (B, H, N, D/H) or (B, N, D) has its heads."""
+
+Side = Literal["before", "after", "query"]
+"""Of a submodule; ``query`` is inside ``nn.MultiheadAttention``."""
+
 Position = Literal["block.start", "attention.end", "mlp.start", "mlp.middle", "mlp.end"]
 
 
@@ -153,3 +158,26 @@ class EmbeddingRow:
 
     def layout_of(self, module: nn.Module) -> Layout:
         return self.layout(module) if callable(self.layout) else self.layout
+
+
+def _always(attention: nn.Module) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """One attention class whose weights are softmax(q k^T scale), with nothing added to the logits.
+
+    Args:
+        query: paths of the submodule whose output is the query, the first that exists. Where several come
+            after one another (a projection, then a norm) it is the last: what follows may rotate or scale
+            the query, but add nothing to it.
+        heads_at: where the heads lie in that output.
+        heads: the attribute that tells their number.
+        refuses: a sentence for modules of the class that have something on the logits; "" for the others.
+    """
+
+    query: tuple[str, ...]
+    heads_at: HeadsAt = "channels"
+    heads: str = "num_heads"
+    refuses: Callable[[nn.Module], str] = _always

@@ -4,15 +4,17 @@ from typing import TypeVar
 
 from torch import nn
 
+from wellposed.anatomy.attentions import ATTENTIONS
 from wellposed.anatomy.families import BLOCKS, EMBEDDINGS
-from wellposed.anatomy.rows import BlockRow, EmbeddingRow
+from wellposed.anatomy.marked import unmarked_class
+from wellposed.anatomy.rows import AttentionRow, BlockRow, EmbeddingRow
 from wellposed.errors import UnknownModelError
 
 _Row = TypeVar("_Row", BlockRow, EmbeddingRow)
 
 
-def teach(cls: type[nn.Module], row: BlockRow | EmbeddingRow) -> None:
-    """Add one's own block class, or patch embedding, to the table.
+def teach(cls: type[nn.Module], row: BlockRow | EmbeddingRow | AttentionRow) -> None:
+    """Add one's own block class, patch embedding or attention to the table.
 
     .. code-block:: python
 
@@ -36,8 +38,12 @@ def teach(cls: type[nn.Module], row: BlockRow | EmbeddingRow) -> None:
         BLOCKS[_full_name(cls)] = row
     elif isinstance(row, EmbeddingRow):
         EMBEDDINGS[_full_name(cls)] = row
+    elif isinstance(row, AttentionRow):
+        ATTENTIONS[_full_name(cls)] = row
     else:
-        raise TypeError(f"teach needs a BlockRow or an EmbeddingRow, got {type(row).__name__}.")
+        raise TypeError(
+            f"teach needs a BlockRow, an EmbeddingRow or an AttentionRow, got {type(row).__name__}."
+        )
 
 
 def block_row(module: nn.Module) -> BlockRow | None:
@@ -46,6 +52,14 @@ def block_row(module: nn.Module) -> BlockRow | None:
 
 def embedding_row(module: nn.Module) -> EmbeddingRow | None:
     return _look_up(EMBEDDINGS, module)
+
+
+def attention_row(module: nn.Module) -> AttentionRow | str | None:
+    """The row of an attention, or why it can have none; None of a class that the table does not know.
+
+    By the class itself: a subclass may put anything on the logits.
+    """
+    return ATTENTIONS.get(_full_name(unmarked_class(module)))
 
 
 def families() -> list[str]:

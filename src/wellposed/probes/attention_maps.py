@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.model import Block
+from wellposed.anatomy.model import no_attention as no_attention
 from wellposed.linalg.precision import full_float32, without_autocast
 from wellposed.probes.observe import layout_of, removing, stream_of
 
@@ -45,14 +46,6 @@ FROM_QK = "softmax of q k^T recomputed beside the fused kernel"
 FROM_SOFTMAX = "softmax output"
 FROM_SCORES = "softmax of the scores recomputed in float32"
 FROM_WEIGHTS = "weights of multi_head_attention_forward"
-
-
-def no_attention(block: Block) -> str:
-    """Why a block has no attention over tokens; empty where it has."""
-    if block.row.no_token_attention or "attention" in block.row.roles:
-        return block.row.no_token_attention
-    tap = block.row.tap("attention.end")
-    return tap if isinstance(tap, str) else "its row names no skip around attention"
 
 
 def attention_probabilities(

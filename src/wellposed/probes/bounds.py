@@ -70,6 +70,7 @@ from wellposed.probes.projections import (
 )
 from wellposed.probes.summary import Sample, median, summarize
 from wellposed.records import Record, dtype_name
+from wellposed.surgery.uniform import uniform_heads_of
 
 # The position of each measure, and which input its tokens are.
 _ATTENTION = {
@@ -167,7 +168,8 @@ class _BlockBounds:
         self.attention: AttentionProjections | str | None = None
         self.ffn: FeedForward | str | None = None
         if "attention" in roles:
-            self.attention = no_attention(block) or _or_reason(attention_projections, block)
+            reason = no_attention(block) or _uniform(block)
+            self.attention = reason or _or_reason(attention_projections, block)
         if "ffn" in roles:
             self.ffn = _or_reason(feed_forward, block)
         self.convolution = depthwise_convolution(block)
@@ -320,6 +322,11 @@ class _BlockBounds:
         measured, how, dtype = self.positions[_MEASURES[measure][0]]
         where = replace(self._where(measure, how), dtype=dtype, tolerance=tolerance(measured.kappa))
         return _compared(where, measured, bound.to(measured.kappa.device), remark)
+
+
+def _uniform(block: Block) -> str:
+    heads = ", ".join(map(str, uniform_heads_of(block)))
+    return f"the propositions are of learned attention, but heads {heads} are uniform" if heads else ""
 
 
 def _or_reason(find: Callable[[Block], _Layers], block: Block) -> _Layers | str:

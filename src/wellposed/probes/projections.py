@@ -29,8 +29,6 @@ Input = Literal["q", "k", "v", "ffn", "convolution"]
 SeeInput = Callable[[Block, Input, Tensor], None]
 """Gets a block, what is made of the tokens (B', N, D), and these; the convolution's image is (B, D, H, W)."""
 
-_ATTENTION_NAMES = ("attn", "attention", "self_attention", "self_attn")
-
 # Which of q, k and v a layer makes, stacked in this order, and its path in the attention module.
 _PROJECTIONS: tuple[dict[str, str], ...] = (
     {"qkv": "qkv"},
@@ -99,7 +97,7 @@ class FeedForward:
 
 def attention_projections(block: Block) -> AttentionProjections:
     """The projections of the block's attention. Raises ValueError where they are not the known ones."""
-    name, attention = _attention_module(block)
+    name, attention = block.attention()
     if isinstance(attention, nn.MultiheadAttention):
         return _of_multihead_attention(name, attention)
     for pattern in _PROJECTIONS:
@@ -235,16 +233,6 @@ def _first_three(args: Any, kwargs: Any) -> list[Tensor]:
 
 def _input(kind: str) -> Input:
     return kind  # type: ignore[return-value]
-
-
-def _attention_module(block: Block) -> tuple[str, nn.Module]:
-    for name in _ATTENTION_NAMES:
-        if isinstance(child := getattr(block.module, name, None), nn.Module):
-            return f"{block.name}.{name}", child
-    place = block.place("attention.end")
-    if isinstance(place, str):
-        raise ValueError(f"{block.name} has no attention: {place}.")
-    return place.name, place.owner
 
 
 def _of_multihead_attention(name: str, attention: nn.MultiheadAttention) -> AttentionProjections:

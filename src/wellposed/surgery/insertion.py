@@ -1,7 +1,8 @@
 """Putting an operation on tokens before or after a submodule, and taking it out again.
 
 The operation is a child of that submodule, run by a hook that is a function of this module: so it
-moves, copies, pickles and compiles with the model, and its parameters are in the state dict.
+moves, copies, pickles and compiles with the model, and its parameters are in the state dict. The query of
+``nn.MultiheadAttention`` is no submodule's output; there the operation is run by the module's class.
 """
 
 from typing import Any, cast
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from wellposed.anatomy.layout import from_tokens, to_tokens
 from wellposed.anatomy.marked import mark, unmark
 from wellposed.anatomy.model import Place
+from wellposed.anatomy.packed_query import close_packed_query, open_packed_query
 from wellposed.anatomy.rows import Layout
 
-_CHILD = {"before": "inserted_before", "after": "inserted_after"}
+_CHILD = {"before": "inserted_before", "after": "inserted_after", "query": "inserted_query"}
 
 
 class Inserted(nn.Module):
@@ -65,12 +67,15 @@ def insert(place: Place, inserted: Inserted) -> None:
     place.owner.add_module(_CHILD[place.side], inserted.train(place.owner.training))
     if place.side == "before":
         place.owner.register_forward_pre_hook(run_before, with_kwargs=True)
+    elif place.side == "query":
+        open_packed_query(place.owner)
     else:
         place.owner.register_forward_hook(run_after)
 
 
 def take_out(owner: nn.Module) -> None:
     """Remove whatever was inserted at a module."""
+    close_packed_query(owner)
     for child in _CHILD.values():
         if isinstance(getattr(owner, child, None), Inserted):
             delattr(owner, child)

@@ -26,6 +26,8 @@ def edit_calls(recipe: Recipe, edits: Sequence[Edit]) -> list[str]:
         calls.append(f'wp.broadcast_context(model, "{recipe.broadcast_where}"{scaled}{blocks})')
     if recipe.remove_skips is not None:
         calls.append(f'wp.remove_skips(model, "{recipe.remove_skips}"{_blocks(recipe.skip_blocks)})')
+    if recipe.uniform_heads:
+        calls.append(f"wp.uniform_heads(model, {recipe.uniform_heads}{_blocks(recipe.uniform_blocks)})")
     return calls
 
 

@@ -100,6 +100,8 @@ def apply_edits(model: nn.Module, recipe: Recipe) -> Edits:
         )
     if recipe.remove_skips is not None:
         surgery.remove_skips(model, recipe.remove_skips, blocks=_chosen(recipe.skip_blocks))
+    if recipe.uniform_heads:
+        surgery.uniform_heads(model, recipe.uniform_heads, blocks=_chosen(recipe.uniform_blocks))
     return surgery.edits(model)
 
 

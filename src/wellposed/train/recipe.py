@@ -94,6 +94,11 @@ class Recipe:
     skip_blocks: str | None = _field(None, "Edits",
         "indices of the blocks that lose them, such as 0,3,8-11 [default: all]")
 
+    uniform_heads: int = _field(0, "Edits",
+        "heads whose attention is uniform, the first ones of each block")
+    uniform_blocks: str | None = _field(None, "Edits",
+        "indices of the blocks that have them, such as 0,3,8-11 [default: all]")
+
     epochs: int = _field(60, "Optimizer", "passes over the training images")
     batch_size: int = _field(128, "Optimizer", "images in one update, over all processes")
     accumulate: int = _field(1, "Optimizer", "passes that one update is split into")

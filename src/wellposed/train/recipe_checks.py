@@ -16,7 +16,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "limit", "image_size", "patch_size", "decoder_depth", "decoder_width", "target_kappa")),
     ("at least 0", lambda value: value >= 0, (
         "seed", "workers", "monitor_every", "warmup_epochs", "min_lr", "weight_decay", "crop_padding",
-        "mixup", "cutmix")),
+        "mixup", "cutmix", "uniform_heads")),
     ("in [0, 1]", lambda value: 0 <= value <= 1, (
         "flip", "erase", "smoothing", "drop_path", "color_jitter", "ema")),
     ("in (0, 1]", lambda value: 0 < value <= 1, (
@@ -26,7 +26,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 )
 # fmt: on
 RANGES = {name: (words, holds) for words, holds, names in _RANGES for name in names}
-_BLOCKS = ("gray_blocks", "broadcast_blocks", "skip_blocks")
+_BLOCKS = ("gray_blocks", "broadcast_blocks", "skip_blocks", "uniform_blocks")
 _POWERS = ("eps", "eps_end", "eps_per_block")
 
 
@@ -81,6 +81,7 @@ def _check_needs(recipe: "Recipe") -> None:
         "gray_blocks": (grays_blocks, "graying=... and gray_where=blocks"),
         "broadcast_blocks": (recipe.broadcast is not None, "broadcast=cb or cb_s"),
         "skip_blocks": (recipe.remove_skips is not None, "remove_skips=..."),
+        "uniform_blocks": (recipe.uniform_heads > 0, "uniform_heads=1 or more"),
     }
     for name, (holds, remedy) in needs.items():
         if getattr(recipe, name) is not None and not holds:
