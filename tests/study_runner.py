@@ -27,6 +27,7 @@ points -= {"attention": 20.0, "ffn": 2.0}.get(recipe.get("remove_skips"), 0.0)
 points -= 5.0 * (recipe["init"] == "timm") + 1.0 * (recipe.get("lr") == 3e-4)
 points += 1.0 * ("graying" in recipe) + 2.0 * ("broadcast" in recipe) + 3.0 * ("start_from" in recipe)
 points -= 30.0 * (recipe["epochs"] == 5)
+points += 0.5 * recipe["uniform_heads"]
 test = {"update": 2, "epoch": 2, "loss": 0.5}
 if recipe["task"] != "mae":
     test["accuracy"] = points / 100

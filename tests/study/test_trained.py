@@ -48,6 +48,16 @@ def test_eps_sweep_reads_kappa_in_and_out(tmp_path) -> None:
     assert outcome.report.verdict == "reproduced"
 
 
+@pytest.mark.parametrize("scale", ["small", "paper"])
+def test_a_uniform_head_stands_beside_the_positions(scale: str, tmp_path) -> None:
+    outcome, _ = study_runner.run(catalogue.get("cb-position"), tmp_path, seeds=[0, 1], scale=scale)
+    assert outcome.report is not None
+    row = of(outcome.report.tables["table"], "uniform head")
+    assert (row["difference"], row["is_difference"]) == (0.5, True)
+    assert "uniform head" not in outcome.report.reason
+    assert "uniform head" in " ".join(outcome.report.notes)
+
+
 def test_both_tells_whether_the_gains_add(tmp_path) -> None:
     outcome, _ = study_runner.run(catalogue.get("both"), tmp_path)
     assert outcome.report is not None

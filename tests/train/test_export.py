@@ -50,11 +50,14 @@ EDITED = {
             broadcast_blocks="0,2-3",
             remove_skips="ffn",
             skip_blocks="1",
+            uniform_heads=2,
+            uniform_blocks="0,3",
         ),
         lambda model: (
             wp.gray_tokens(model, 0.9, "dct"),
             wp.broadcast_context(model, scaled=True, blocks=[0, 2, 3]),
             wp.remove_skips(model, "ffn", blocks=[1]),
+            wp.uniform_heads(model, 2, blocks=[0, 3]),
         ),
     ),
     "a power for each block": (
@@ -101,11 +104,13 @@ EDITED = {
             broadcast="cb",
             broadcast_where="attention.end",
             remove_skips="both",
+            uniform_heads=1,
         ),
         lambda model: (
             wp.gray_tokens(model, None, "dct", "blocks"),
             wp.broadcast_context(model, "attention.end"),
             wp.remove_skips(model, "both"),
+            wp.uniform_heads(model),
         ),
     ),
 }

@@ -91,6 +91,8 @@ def test_edits_of_the_recipe_are_in_the_model(tmp_path) -> None:
         "broadcast_blocks": "1",
         "remove_skips": "ffn",
         "skip_blocks": "0",
+        "uniform_heads": 1,
+        "uniform_blocks": "1",
         "init": "xavier",
     }
     run(tmp_path, **fields, epochs=1)
@@ -101,6 +103,7 @@ def test_edits_of_the_recipe_are_in_the_model(tmp_path) -> None:
         ("gray_tokens", "blocks", 0),
         ("gray_tokens", "blocks", 1),
         ("remove_skips", "ffn", 0),
+        ("uniform_heads", "attention.query", 1),
     ]
     assert [edit["detail"] for edit in edits if edit["kind"] == "gray_tokens"] == [
         "TokenGraying(eps=0.5, method='svd')",

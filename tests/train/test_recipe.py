@@ -62,6 +62,9 @@ def test_ranges(field, good, bad, words) -> None:
         ({"model_options": {"norm": [None]}}, TypeError, "model_options.norm[0] must be"),
         ({"precision": "fp16"}, ValueError, "one of fp32, bf16, got 'fp16'; did you mean"),
         ({"skip_blocks": "3-1", "remove_skips": "ffn"}, ValueError, "skip_blocks must be indices"),
+        ({"uniform_blocks": "one", "uniform_heads": 1}, ValueError, "uniform_blocks must be indices"),
+        ({"uniform_heads": -1}, ValueError, "uniform_heads must be at least 0, got -1."),
+        ({"uniform_heads": True}, TypeError, "uniform_heads must be a whole number, got True."),
         ({"graying": "dct", "gray_where": "blocks", "eps_per_block": (0.5, 2.0)}, ValueError, "got 2.0."),
     ],
 )
@@ -85,6 +88,7 @@ BLOCKS = {"graying": "svd", "gray_where": "blocks"}
         ({"eps_per_block": (0.5,)}, BLOCKS),
         ({"broadcast_blocks": "0"}, {"broadcast": "cb"}),
         ({"skip_blocks": "0"}, {"remove_skips": "ffn"}),
+        ({"uniform_blocks": "0"}, {"uniform_heads": 1}),
         ({"task": "probe"}, {"start_from": "runs/mae"}),
     ],
 )

@@ -93,7 +93,6 @@ class Recipe:
         "skip connections to remove")
     skip_blocks: str | None = _field(None, "Edits",
         "indices of the blocks that lose them, such as 0,3,8-11 [default: all]")
-
     uniform_heads: int = _field(0, "Edits",
         "heads whose attention is uniform, the first ones of each block")
     uniform_blocks: str | None = _field(None, "Edits",
