@@ -1,25 +1,17 @@
 """Uniform heads: the mean of the values, exactly, and refused where it would not be."""
 
-import copy
-import itertools
-import pickle
-from functools import partial
-
 import pytest
 import timm
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import wellposed as wp
-from attention_watch import maps_of
+from attention_watch import maps_by_block, maps_of
 from reference.ops import linear, logits, packed_qkv, split_heads
 from untouched import assert_same, fingerprint
 from wellposed.anatomy import AttentionRow, teach
 from wellposed.anatomy.model import blocks
-from wellposed.anatomy.packed_query import PackedQueryAttention
 from wellposed.probes import attention_density, bounds
-from wellposed.surgery.uniform import uniform_heads_of
 from zoo import BY_NAME, CASES, Case, families, output
 
 REFUSED = {
@@ -41,17 +33,12 @@ TAKEN = tuple(case.name for case in CASES if case.name not in REFUSED)
 EACH_WAY = ("timm vit", "hf vit", "torchvision vit")
 
 
-def maps(model: nn.Module, x: Tensor) -> dict[int, Tensor]:
-    shown, _ = maps_of(blocks(model), lambda: output(model, x))
-    return {index: p for index, p, _ in shown}
-
-
 @families(*TAKEN)
 def test_the_last_head_is_uniform_and_the_others_stay(case: Case) -> None:
     model, x = case.model(), case.input()
-    before = maps(model, x)
+    before = maps_by_block(model, x)
     done = wp.uniform_heads(model, [-1], blocks=0)
-    after = maps(model, x)
+    after = maps_by_block(model, x)
     assert [(edit.kind, edit.where, edit.block) for edit in done] == [("uniform_heads", "attention.query", 0)]
     keys = after[0].shape[-1]
     assert (after[0][:, :, -1] == 1 / torch.tensor(keys, dtype=torch.float32)).all()
@@ -121,13 +108,13 @@ def vit_with_normed_queries() -> nn.Module:
 def test_a_norm_with_a_bias_is_before_the_cut() -> None:
     model, x = vit_with_normed_queries(), BY_NAME["timm vit"].input()
     wp.uniform_heads(model)
-    assert maps(model, x)[0][:, :, 0].unique().numel() == 1
+    assert maps_by_block(model, x)[0][:, :, 0].unique().numel() == 1
     # The control: zeros in the projection alone come out of the norm as its bias.
     control = vit_with_normed_queries()
     with torch.no_grad():
         for parameter in (control.blocks[0].attn.qkv.weight, control.blocks[0].attn.qkv.bias):
             parameter[:16] = 0
-    assert (maps(control, x)[0][:, :, 0] - 1 / 17).abs().max() > 0.01
+    assert (maps_by_block(control, x)[0][:, :, 0] - 1 / 17).abs().max() > 0.01
 
 
 def test_control_a_zero_query_under_a_position_bias_is_not_uniform() -> None:
@@ -138,7 +125,7 @@ def test_control_a_zero_query_under_a_position_bias_is_not_uniform() -> None:
         for block in blocks(model):
             for parameter in (block.module.attn.qkv.weight, block.module.attn.qkv.bias):
                 parameter[: len(parameter) // 6] = 0
-    p = maps(model, x)[0][:, :, 0]
+    p = maps_by_block(model, x)[0][:, :, 0]
     assert (p - 1 / p.shape[-1]).abs().max() > 0.01
 
 
@@ -155,114 +142,6 @@ def test_entropy_is_one() -> None:
         assert found[block, 0] < 0.95
 
 
-@families(*EACH_WAY)
-def test_restore_and_state_dict(case: Case) -> None:
-    model, x = case.model(), case.input()
-    before, plain, keys = fingerprint(model), output(model, x), list(model.state_dict())
-    wp.uniform_heads(model)
-    assert not torch.allclose(output(model, x), plain, atol=1e-3)
-    assert list(model.state_dict()) == keys
-    assert len(list(model.parameters())) == len(before["tensors"])
-    other = case.model(seed=3)
-    wp.uniform_heads(other)
-    other.load_state_dict(model.state_dict(), strict=True)
-    assert torch.equal(output(other, x), output(model, x))
-    assert len(wp.restore(model)) == 2
-    after = fingerprint(model)
-    assert before["modules"] == after["modules"]
-    assert torch.equal(output(model, x), plain)
-
-
-@families(*EACH_WAY)
-def test_copies(case: Case) -> None:
-    model, x = case.model(), case.input()
-    wp.uniform_heads(model, [1], blocks=[1])
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(output(twin, x), output(model, x))
-        assert wp.edits(twin) == wp.edits(model)
-        wp.restore(twin)
-        assert torch.equal(output(twin, x), output(case.model(), x))
-    assert uniform_heads_of(blocks(model)[1]) == (1,)
-    assert uniform_heads_of(blocks(model)[0]) == ()
-
-
-@families(*EACH_WAY)
-@pytest.mark.parametrize("heads", [1, 2])
-def test_queries_and_keys_of_uniform_heads_get_a_gradient_of_zero(case: Case, heads: int) -> None:
-    """Of zero and not none: replicas wait for the gradient of every parameter."""
-    model, x = case.model(), case.input()
-    wp.uniform_heads(model, heads)
-    output(model, x).square().mean().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-    _, attention = blocks(model)[0].attention()
-    packed = {"timm vit": "qkv.weight", "torchvision vit": "in_proj_weight"}.get(case.name)
-    if packed is None:
-        q, k, v = (attention.get_parameter(f"{letter}_proj.weight").grad for letter in "qkv")
-    else:
-        q, k, v = attention.get_parameter(packed).grad.chunk(3)
-    for grad in (q, k):
-        of_head = grad.unflatten(0, (2, -1)).abs().amax((1, 2))
-        assert (of_head == 0).tolist() == [head < heads for head in range(2)]
-    assert (v.unflatten(0, (2, -1)).abs().amax((1, 2)) > 0).all()
-
-
-@families(*EACH_WAY)
-def test_compiles_whole(case: Case) -> None:
-    torch._dynamo.reset()
-    x = case.input()
-
-    def compiled(model: nn.Module) -> Tensor:
-        return torch.compile(partial(output, model), fullgraph=True, backend="aot_eager")(x)
-
-    plain = compiled(case.model())
-    results = []
-    for heads in ([0], [1]):
-        model = case.model()
-        wp.uniform_heads(model, heads)
-        expected = output(model, x)
-        expected.square().mean().backward()
-        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        model.zero_grad()
-        got = compiled(model)
-        torch.testing.assert_close(got, expected)
-        got.square().mean().backward()
-        again = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        torch.testing.assert_close(again, gradients)
-        results.append(got)
-    for a, b in itertools.combinations([plain, *results], 2):
-        assert not torch.allclose(a, b, atol=1e-3)
-
-
-@families(*EACH_WAY)
-def test_exports(case: Case) -> None:
-    model, x = case.model(), case.input()
-    wp.uniform_heads(model)
-
-    class Tensors(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return output(self.model, x)
-
-    program = torch.export.export(Tensors().eval(), (x,))
-    torch.testing.assert_close(program.module()(x), output(model, x))
-
-
-@families(*EACH_WAY)
-def test_bf16_autocast(case: Case) -> None:
-    model, x = case.model(), case.input()
-    wp.uniform_heads(model, [1])
-    with torch.autocast("cpu", torch.bfloat16):
-        p = maps(model, x)[0][:, :, 1]
-        out = output(model, x)
-    assert (p == 1 / torch.tensor(p.shape[-1], dtype=torch.float32)).all()
-    cosine = functional.cosine_similarity(out.float().flatten(), output(model, x).flatten(), dim=0)
-    assert cosine > 0.9
-    assert torch.equal(maps(model.bfloat16(), x.bfloat16())[0][:, :, 1], p)
-
-
 def test_a_query_that_overflows_still_counts_for_nothing() -> None:
     model, x = BY_NAME["timm vit"].model(), BY_NAME["timm vit"].input()
     wp.uniform_heads(model, 2)
@@ -270,24 +149,6 @@ def test_a_query_that_overflows_still_counts_for_nothing() -> None:
     with torch.no_grad():
         model.blocks[0].attn.qkv.bias[:32] = torch.inf
     assert torch.equal(output(model, x), expected)
-
-
-@families("torch encoder", "torch encoder pre-norm")
-def test_evaluation_uses_no_fused_encoder_layer(case: Case) -> None:
-    model, x = case.model(), case.input()
-    wp.uniform_heads(model)
-    with_gradient = output(model, x)
-    with torch.no_grad():
-        torch.testing.assert_close(output(model, x), with_gradient)
-
-
-def test_nested_tensors_are_refused_with_the_remedy() -> None:
-    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2).eval()
-    wp.uniform_heads(model)
-    padding = torch.tensor([[False] * 9, [False] * 7 + [True] * 2])
-    with torch.no_grad(), pytest.raises(TypeError, match="enable_nested_tensor=False"):
-        model(torch.randn(2, 9, 32), src_key_padding_mask=padding)
 
 
 def test_a_mask_still_holds() -> None:
@@ -300,26 +161,6 @@ def test_a_mask_still_holds() -> None:
     torch.testing.assert_close(p[0], torch.full((9, 9), 1 / 9))
     torch.testing.assert_close(p[1, :, :7], torch.full((9, 7), 1 / 7))
     assert p[1, :, 7:].count_nonzero() == 0
-
-
-@families(*EACH_WAY)
-def test_combines_with_other_edits_in_any_order(case: Case) -> None:
-    x = case.input()
-    edits = (
-        lambda model: wp.uniform_heads(model, blocks=1),
-        lambda model: wp.broadcast_context(model, "attention.end"),
-        lambda model: wp.remove_skips(model, "attention", blocks=1),
-    )
-    before, results = fingerprint(case.model())["modules"], []
-    for order in itertools.permutations(edits):
-        model = case.model()
-        for edit in order:
-            edit(model)
-        results.append(output(model, x))
-        assert len(wp.edits(model)) == 4
-        wp.restore(model)
-        assert fingerprint(model)["modules"] == before
-    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @families(*EACH_WAY)
@@ -366,7 +207,7 @@ def test_one_model_without_a_position_bias_is_taken() -> None:
     settings |= {"image_size": 32, "patch_size": 8}
     model = transformers.BeitModel(transformers.BeitConfig(**settings)).eval()
     wp.uniform_heads(model)
-    assert maps(model, BY_NAME["hf beit"].input())[0][:, :, 0].unique().numel() == 1
+    assert maps_by_block(model, BY_NAME["hf beit"].input())[0][:, :, 0].unique().numel() == 1
 
 
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"kdim": 16}], ids=str)
@@ -398,7 +239,7 @@ def test_a_class_that_is_not_known_is_refused_until_taught(monkeypatch) -> None:
         wp.uniform_heads(model)
     teach(OtherAttention, AttentionRow(("q_norm",), "axis 1"))
     wp.uniform_heads(model)
-    assert maps(model, case.input())[0][:, :, 0].unique().numel() == 1
+    assert maps_by_block(model, case.input())[0][:, :, 0].unique().numel() == 1
     packed = BY_NAME["torchvision vit"].model()
     packed.encoder.layers[0].self_attention.__class__ = OtherMultihead
     with pytest.raises(ValueError, match="OtherMultihead is a subclass"):
@@ -414,19 +255,3 @@ def test_bounds_are_of_learned_attention() -> None:
         assert told[0].status == "not measured"
         assert "heads 0 are uniform" in told[0].note
         assert told[1].value is not None
-
-
-def test_packed_parameters_load_move_and_can_be_set() -> None:
-    case = BY_NAME["torchvision vit"]
-    model, x = case.model(), case.input()
-    wp.uniform_heads(model)
-    attention = model.encoder.layers[0].self_attention
-    assert isinstance(attention, PackedQueryAttention)
-    exact = output(model, x)
-    torch.testing.assert_close(output(model.double(), x.double()).float(), exact, rtol=1e-3, atol=1e-3)
-    model.float()
-    with torch.no_grad():
-        attention.in_proj_weight[:16] = 7.0
-    assert torch.equal(output(model, x), exact)
-    attention.in_proj_weight = nn.Parameter(torch.zeros(96, 32))
-    assert not torch.allclose(output(model, x), exact, atol=1e-3)

@@ -54,9 +54,9 @@ def uniform_heads(
 ) -> Edits:
     """Make heads of self-attention uniform, in place: each token gets the mean of the values of all tokens.
 
-    The query of these heads becomes zero, so that all their logits are equal. Nothing is added to the model,
-    and its parameters stay; those that made the queries and keys of these heads get a gradient of zero.
-    Where keys are of fewer tokens (PVT) the mean is over these, and a mask given to the model still holds.
+    The query of these heads becomes zero, so that all their logits are equal. The model's parameters stay
+    what they are; those that made the queries and keys of these heads get a gradient of zero. Where
+    keys are of fewer tokens (PVT) the mean is over these, and a mask given to the model still holds.
 
     Args:
         model: any model of a known family, not yet compiled, sharded or replicated, whose attention has
