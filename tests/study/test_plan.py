@@ -1,5 +1,7 @@
 """What studies are made of, and how two numbers are compared."""
 
+import math
+
 import pytest
 
 from wellposed.study import catalogue
@@ -8,6 +10,7 @@ from wellposed.study.compare import (
     accuracy_claim,
     accuracy_table,
     difference,
+    log_kappas,
     spread,
     verdict,
 )
@@ -75,7 +78,7 @@ def test_spread_leaves_out_what_is_missing() -> None:
 
 def claim(says, points: float | None, within: float = 0.0, paper: float | None = None) -> Claim:
     found = None if points is None else difference({0: points, 1: points + 0.1}, {0: 0.0, 1: 0.0})
-    return Claim("a less b", says, found, within, paper)
+    return Claim("a minus b", says, found, within, paper)
 
 
 @pytest.mark.parametrize(
@@ -148,3 +151,37 @@ def test_the_list_has_every_study() -> None:
     assert {"skip-ablation", "jacobian-spectrum", "bounds", "density"} <= on_a_laptop
     with pytest.raises(ValueError, match="did you mean 'skip-depth'"):
         catalogue.get("skip-dept")
+
+
+def test_kappa_is_of_the_last_weights() -> None:
+    def row(value: float, **more) -> dict:
+        return {"measure": "kappa", "block": 0, "position": "input", "value": value, **more}
+
+    several = [row(2.0, weights="initial"), row(4.0, weights="last"), row(8.0, weights="best")]
+    runs = [record("a", 0, 90.0, measured=several), record("a", 1, 90.0, measured=[row(16.0)])]
+    assert log_kappas(runs, "input") == {0: {0: math.log(4.0)}, 1: {0: math.log(16.0)}}
+
+
+def test_one_seed_does_not_show_that_two_are_the_same() -> None:
+    near, apart = (difference({0: 90.0 + points}, {0: 90.0}) for points in (0.1, 1.0))
+    assert verdict([Claim("a minus b", "same", near, within=0.2)])[0] == "reproduced"
+    assert verdict([Claim("a minus b", "same", apart, within=0.2)])[0] == "incomplete"
+
+
+def test_the_reason_has_numbers() -> None:
+    against = difference({0: 88.0, 1: 87.0, 2: 88.5}, {0: 90.0, 1: 90.0, 2: 90.0})
+    got, reason = verdict([Claim("a minus b", "higher", against, paper=2.0)])
+    assert (got, reason) == (
+        "not",
+        "a minus b: -2.17 ± 0.76 (n = 3), the paper +2: contrary, the paper says higher",
+    )
+    one = Claim("a minus b", "higher", difference({0: 90.5}, {0: 90.0}))
+    assert str(one) == "a minus b: +0.50 (n = 1): no difference, one seed tells none below 2"
+    small = Claim("a minus b", "lower", difference({0: 80.0, 1: 80.2}, {0: 81.0, 1: 81.0}), paper=-20.0)
+    assert str(small).endswith("the direction holds, but it is less than half of the paper's")
+
+
+def test_one_run_a_side_with_other_seeds_has_no_deviation() -> None:
+    found = difference({0: 90.0}, {1: 89.0, 2: 88.0})
+    assert found is not None
+    assert (found.deviation, found.n) == (None, 1)

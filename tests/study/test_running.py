@@ -113,7 +113,7 @@ def test_a_failed_run_leaves_the_others_and_no_verdict(tmp_path) -> None:
     assert outcome.exit_code == 1
     assert outcome.report is not None
     assert outcome.report.verdict == "incomplete"
-    assert "no FFN skip less all skips: not measured" in text
+    assert "no FFN skip minus all skips: not measured" in text
 
 
 def test_a_run_that_is_not_finite_counts(tmp_path) -> None:

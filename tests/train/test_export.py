@@ -224,6 +224,18 @@ def test_the_card_loads_an_unedited_model(tmp_path, monkeypatch, case) -> None:
     assert 0 <= predicted["label"] < 5
 
 
+def test_the_card_of_a_model_that_timm_has_not_alone(tmp_path, monkeypatch) -> None:
+    options = {"dim": 16, "depth": 2}
+    model = make("convmixer_256_8", options)
+    export(tmp_path, model, Recipe(model="convmixer_256_8"), options)
+    card = (tmp_path / "README.md").read_text()
+    assert "wellposed's `convmixer_256_8`" in card
+    assert "local-dir" not in card
+    assert "import timm\nimport wellposed\n" in card
+    loaded = run_card(tmp_path, monkeypatch, options)[0]["model"]
+    assert torch.equal(loaded(images(options)), model(images(options)))
+
+
 @pytest.mark.parametrize("case", EDITED)
 def test_the_card_loads_an_edited_model(tmp_path, monkeypatch, case) -> None:
     recipe, edit = EDITED[case]

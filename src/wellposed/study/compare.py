@@ -1,10 +1,11 @@
 """Means, deviations, and what may be called a difference.
 
-A difference smaller than its deviation is none. Where both sides ran with the same seeds the deviation is
-that of the differences seed by seed: what the seeds share, such as the images held out, then does not count.
+A difference smaller than its deviation is none; of one seed, one smaller than a bar that the study sets.
+Where both sides ran with the same seeds the deviation is that of the differences seed by seed: what the seeds
+share, such as the images held out, then does not count. Deviations are of the sample, with n - 1.
 
 >>> print(difference({0: 90.0, 1: 91.0, 2: 92.0}, {0: 89.0, 1: 90.5, 2: 90.0}))
-+1.17 ± 0.76
++1.17 ± 0.76 (n = 3)
 >>> difference({0: 90.0, 1: 91.0}, {0: 90.5, 1: 90.0}).is_one
 False
 """
@@ -21,7 +22,7 @@ LEAST = 2.0
 """Points of accuracy that one run a side must differ by: with one seed there is no deviation to compare."""
 
 Says = Literal["higher", "lower", "same"]
-Outcome = Literal["holds", "holds, smaller", "no difference", "contrary", "missing"]
+Outcome = Literal["holds", "holds, smaller", "no difference", "contrary", "one seed cannot tell", "missing"]
 SMALLER = 0.5
 """Less than this share of the paper's difference is no reproduction of it, though the direction holds."""
 
@@ -70,12 +71,12 @@ class Difference:
     def is_one(self) -> bool:
         """Whether it is a difference at all."""
         bar = self.least if self.deviation is None else self.deviation
-        return abs(self.mean) > bar
+        return self.mean != 0 and abs(self.mean) >= bar
 
     def __str__(self) -> str:
-        return f"{self.mean:+.2f}" + (
-            " with one seed" if self.deviation is None else f" ± {self.deviation:.2f}"
-        )
+        deviation = "" if self.deviation is None else f" ± {_number(self.deviation)}"
+        sign = "+" if self.mean > 0 else ""
+        return f"{sign}{_number(self.mean)}{deviation} (n = {self.n})"
 
 
 def difference(
@@ -90,8 +91,18 @@ def difference(
     a, b = spread(first.values()), spread(second.values())
     if a is None or b is None:
         return None
-    parts = [side.deviation for side in (a, b) if side.deviation is not None]
-    return Difference(a.mean - b.mean, math.hypot(*parts) if parts else None, min(a.n, b.n), least)
+    is_known = a.deviation is not None and b.deviation is not None
+    deviation = math.hypot(a.deviation or 0.0, b.deviation or 0.0) if is_known else None
+    return Difference(a.mean - b.mean, deviation, min(a.n, b.n), least)
+
+
+def _number(value: float) -> str:
+    """Two digits after the point, and more where these would be zeros.
+
+    >>> _number(-2.345), _number(0.00123), _number(0.0)
+    ('-2.35', '0.0012', '0.00')
+    """
+    return f"{value:.2g}" if 0 < abs(value) < 0.1 else f"{value:.2f}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,7 @@ class Claim:
     """One sentence of a paper that a difference can hold or break.
 
     Args:
-        what: in words, such as ``"no FFN skip less all skips"``.
+        what: in words, such as ``"no FFN skip minus all skips"``.
         says: how the paper has the first beside the second.
         found: what was measured.
         within: for ``same``, the points within which the paper calls them so.
@@ -117,7 +128,11 @@ class Claim:
         if self.found is None:
             return "missing"
         if self.says == "same":
-            return "holds" if not self.found.is_one or abs(self.found.mean) <= self.within else "contrary"
+            if abs(self.found.mean) <= self.within:
+                return "holds"
+            if self.found.is_one:
+                return "contrary"
+            return "holds" if self.found.deviation is not None else "one seed cannot tell"
         if not self.found.is_one:
             return "no difference"
         if (self.found.mean > 0) != (self.says == "higher"):
@@ -126,26 +141,51 @@ class Claim:
         return "holds, smaller" if is_smaller else "holds"
 
     def __str__(self) -> str:
+        if self.found is None:
+            return f"{self.what}: not measured"
+        told = {
+            "holds": "holds",
+            "holds, smaller": "the direction holds, but it is less than half of the paper's",
+            "no difference": f"no difference, {self._why_none()}",
+            "contrary": f"contrary, the paper says {self.says}",
+            "one seed cannot tell": "one seed cannot tell",
+        }
         paper = "" if self.paper is None else f", the paper {self.paper:+g}"
-        found = "not measured" if self.found is None else str(self.found)
-        return f"{self.what}: {found}{paper} ({self.outcome})"
+        return f"{self.what}: {self.found}{paper}: {told[self.outcome]}"
+
+    def _why_none(self) -> str:
+        assert self.found is not None
+        if self.found.deviation is None:
+            return f"one seed tells none below {self.found.least:g}"
+        return "smaller than its deviation"
 
 
 def verdict(claims: Sequence[Claim]) -> tuple[Verdict, str]:
     """The verdict over the claims, and why.
 
-    >>> verdict([Claim("a less b", "higher", difference({0: 93.0}, {0: 90.0}))])
-    ('reproduced', 'a less b: +3.00 with one seed (holds)')
+    >>> verdict([Claim("a minus b", "higher", difference({0: 93.0}, {0: 90.0}))])
+    ('reproduced', 'a minus b: +3.00 (n = 1): holds')
+    >>> verdict([Claim(f"{name} minus b", "higher", difference({0: 9.0}, {0: 3.0})) for name in "ac"])[1]
+    'all 2 claims hold: a minus b: +6.00 (n = 1): holds; c minus b: +6.00 (n = 1): holds'
     """
-    outcomes = {claim.outcome for claim in claims}
-    reason = "; ".join(map(str, claims))
-    if not claims or "missing" in outcomes:
-        return "incomplete", reason or "there is nothing to compare"
-    if outcomes == {"holds"}:
-        return "reproduced", reason
-    if outcomes == {"no difference"}:
-        return "no difference", reason
-    return ("partly" if outcomes & {"holds", "holds, smaller"} else "not"), reason
+    if not claims:
+        return "incomplete", "there is nothing to compare"
+    outcomes = [claim.outcome for claim in claims]
+    held = sum(outcome in ("holds", "holds, smaller") for outcome in outcomes)
+    decided: Verdict
+    if "missing" in outcomes or "one seed cannot tell" in outcomes:
+        decided = "incomplete"
+    elif all(outcome == "holds" for outcome in outcomes):
+        decided = "reproduced"
+    elif all(outcome == "no difference" for outcome in outcomes):
+        decided = "no difference"
+    else:
+        decided = "partly" if held else "not"
+    counted = ""
+    if len(claims) > 1:
+        counts = {0: f"none of {len(claims)} claims holds: ", len(claims): f"all {len(claims)} claims hold: "}
+        counted = counts.get(held, f"{held} of {len(claims)} claims hold: ")
+    return decided, counted + "; ".join(map(str, claims))
 
 
 def accuracies(runs: Iterable[RunRecord]) -> dict[int, float]:
@@ -165,7 +205,7 @@ def accuracy_claim(
     """How one variant's accuracy stands to another's."""
     found = difference(accuracies(records.of(first, data)), accuracies(records.of(second, data)))
     prefix = f"{data}: " if len(records.datasets) > 1 else ""
-    return Claim(f"{prefix}{first} less {second}", says, found, within, paper)
+    return Claim(f"{prefix}{first} minus {second}", says, found, within, paper)
 
 
 def accuracy_table(
@@ -216,12 +256,18 @@ def grid_table(records: StudyRecords) -> list[dict[str, Any]]:
 
 
 def log_kappas(runs: Iterable[RunRecord], position: str) -> dict[int, dict[int, float]]:
-    """Natural logarithm of kappa by seed and block, at one position."""
+    """Natural logarithm of kappa by seed and block, at one position, of the last weights.
+
+    The accuracy is of these too; records that do not say which weights they are of have no others.
+    """
     return {
         run.seed: {
             row["block"]: math.log(row["value"])
             for row in run.measured
-            if row.get("measure") == "kappa" and row.get("position") == position and row.get("value")
+            if row.get("measure") == "kappa"
+            and row.get("position") == position
+            and row.get("weights", "last") == "last"
+            and row.get("value")
         }
         for run in runs
         if run.measured

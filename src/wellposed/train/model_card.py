@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import timm
+
 from wellposed.surgery.record import Edit, Edits
 from wellposed.train.edit_calls import edit_calls
 from wellposed.train.recipe import Recipe
@@ -69,8 +71,9 @@ def _what(exported: Exported) -> str:
     count = "" if exported.train_images is None else f" ({exported.train_images:,} training images)"
     trained = "pre-trained without labels (MAE)" if recipe.task == "mae" else "trained"
     edited = ", with edits that timm does not have" if exported.edits else ""
+    owner = "wellposed's" if _is_of_wellposed(recipe.model) else "timm's"
     return (
-        f"timm's `{recipe.model}`{edited}, {trained} by wellposed on `{recipe.data}`{count} for "
+        f"{owner} `{recipe.model}`{edited}, {trained} by wellposed on `{recipe.data}`{count} for "
         f"{recipe.epochs} epochs. These are the weights after update {exported.update:,}."
         + (f" {exported.note}" if exported.note else "")
     )
@@ -88,12 +91,20 @@ def _result(exported: Exported) -> str:
 
 def _load(exported: Exported) -> list[str]:
     built = f"timm.create_model({_arguments(exported)})"
+    is_ours = _is_of_wellposed(exported.recipe.model)
     if not exported.edits:
+        imports = "import timm\nimport wellposed" if is_ours else "import timm"
+        block = (
+            f"```python\n{imports}\nfrom safetensors.torch import load_file\n\n"
+            f'model = {built}.eval()\nmodel.load_state_dict(load_file("model.safetensors"))\n```'
+        )
+        if is_ours:
+            first = "timm has this model once wellposed is imported. In this folder:"
+            return ["## Load with timm and wellposed", first, block]
         return [
             "## Load with timm",
             "In this folder:",
-            "```python\nimport timm\nfrom safetensors.torch import load_file\n\n"
-            f'model = {built}.eval()\nmodel.load_state_dict(load_file("model.safetensors"))\n```',
+            block,
             f'From timm {FIRST_LOCAL_DIR} on the folder is enough, `"local-dir:PATH"` from elsewhere:',
             '```python\nimport timm\n\nmodel = timm.create_model("local-dir:.", pretrained=True).eval()\n```',
         ]
@@ -107,8 +118,14 @@ def _load(exported: Exported) -> list[str]:
         "In this folder: timm makes the model, wellposed edits it, then the weights go in.",
         "```python\nimport timm\nimport wellposed as wp\nfrom safetensors.torch import load_file\n\n"
         f'model = {built}\n{calls}\nmodel.load_state_dict(load_file("model.safetensors"))\nmodel.eval()\n```',
-        _without_wellposed(exported),
+        *([] if is_ours else [_without_wellposed(exported)]),
     ]
+
+
+def _is_of_wellposed(model: str) -> bool:
+    """Whether timm has the model only once wellposed is imported."""
+    name = model.partition(".")[0]
+    return bool(timm.is_model(name) and timm.model_entrypoint(name).__module__.startswith("wellposed."))
 
 
 def _without_wellposed(exported: Exported) -> str:

@@ -13,6 +13,7 @@ from wellposed import anatomy
 from wellposed.linalg.bounds import VERDICTS
 from wellposed.probes import bounds as bounds_of
 from wellposed.records import Record
+from wellposed.study.compact import thinned
 from wellposed.study.compare import spread
 from wellposed.study.figures import Canvas
 from wellposed.study.measured.settings import plain_vit_with_checkpoints
@@ -30,6 +31,9 @@ MEASURES = {
 IMAGES = 4
 BLOCKS = 6
 """Of a deep model so many, evenly: two float64 SVDs a head and image take their time."""
+MOMENTS = 6
+"""Of training, at most; the start and the end among them."""
+_KEPT = ("weights", "epoch", "measure", "block", "head", "log", "log_bound", "verdicts", "estimator", "dtype")
 
 WHOLE = "all as one"
 """All heads of a block as one: what the propositions are about."""
@@ -49,7 +53,8 @@ def cells(scale: Scale) -> list[Cell]:
 def bounds_of_run(run: Path, study: Path | None = None) -> list[dict[str, Any]]:
     """Kappa and bound of each measure and block, at the start, the checkpoints and the end of a run."""
     trained = open_run(run, IMAGES)
-    return [row for moment in trained.through_training() for row in _rows(trained, moment)]
+    moments = thinned(trained.through_training(), MOMENTS)
+    return [row for moment in moments for row in _rows(trained, moment)]
 
 
 def _rows(trained: TrainedRun, moment: Moment) -> Iterator[dict[str, Any]]:
@@ -60,8 +65,8 @@ def _rows(trained: TrainedRun, moment: Moment) -> Iterator[dict[str, Any]]:
         if record.measure not in MEASURES:
             continue
         if record.head is None:
-            row = measured_row(record, moment, log_bound=_log(record.bound))
-            yield {name: value for name, value in row.items() if name not in ("note", "low", "high")}
+            row = measured_row(record, moment, log_bound=_log(record.bound), verdicts=list(record.verdicts))
+            yield {name: row[name] for name in _KEPT if name in row}
         elif record.value is not None:
             heads.setdefault((record.measure, record.block), []).append(record)
     for (measure, block), records in heads.items():
@@ -69,24 +74,21 @@ def _rows(trained: TrainedRun, moment: Moment) -> Iterator[dict[str, Any]]:
 
 
 def _of_heads(measure: str, block: int | None, records: list[Record], moment: Moment) -> dict[str, Any]:
-    """The heads of a block as one row: what their weights give alone, each a bound of its own."""
+    """The medians over the heads of a block: what their weights give alone, each a bound of its own."""
     known = [record.bound for record in records if record.bound is not None]
     counts = [sum(column) for column in zip(*(record.verdicts for record in records), strict=True)]
     return {
         "weights": moment.weights,
-        "update": moment.update,
         "epoch": moment.epoch,
         "measure": measure,
         "block": block,
         "head": "each",
-        "value": statistics.median(record.value for record in records if record.value is not None),
         "log": statistics.median(record.log for record in records if record.log is not None),
         "log_bound": _log(statistics.median(known)) if known else None,
         "verdicts": counts,
-        "images": records[0].images,
         "estimator": records[0].estimator,
         "dtype": records[0].dtype,
-        "note": f"median over {len(records)} heads",
+        "heads": len(records),
     }
 
 
@@ -205,7 +207,7 @@ def _draw(records: StudyRecords, path: Path) -> None:
             plot = canvas.plots[index * len(MEASURES) + place]
             here = [row for row in rows if row["measure"] == measure and row.get("head") is None]
             own = _finite(here)
-            infinite = len([row for row in here if row.get("value") is not None]) - len(own)
+            infinite = len([row for row in here if row.get("log") is not None]) - len(own)
             if not here or not own:
                 plot.text(0.5, 0.5, "not measured", ha="center", transform=plot.transAxes)
             elif infinite:

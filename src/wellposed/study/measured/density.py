@@ -41,7 +41,7 @@ def density_of_run(run: Path, study: Path | None = None) -> list[dict[str, Any]]
         "images": len(trained.images),
     }
     rows = [told | row for row in attention_rows(trained.model(last), trained.images)]
-    return entropy_per_head(run, study, weights="last") + rows
+    return entropy_per_head(run, study) + rows
 
 
 def report(records: StudyRecords) -> StudyReport:
@@ -66,7 +66,7 @@ def _claims(records: StudyRecords, data: str) -> Iterator[Claim]:
     entropies = {run.seed: _mean(_entropies(run, "last").values()) for run in runs}
     known = {seed: value for seed, value in entropies.items() if value is not None}
     yield Claim(
-        f"{prefix}mean entropy over log n less {DENSE:g}",
+        f"{prefix}mean entropy over log n, minus {DENSE:g}",
         "higher",
         difference(known, dict.fromkeys(known, DENSE), least=_LEAST),
     )

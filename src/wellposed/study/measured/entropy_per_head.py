@@ -12,14 +12,14 @@ from wellposed.study.measured.kappa_per_layer import After
 from wellposed.study.measured.weights import Moment, TrainedRun, measured_row, open_run
 
 IMAGES = 16
-_MEASURES = ("entropy", "distance from uniform", "softmax jacobian trace", "softmax jacobian frobenius")
+_MEASURES = ("entropy", "softmax jacobian trace", "softmax jacobian frobenius")
 
 
 def entropy_per_head(
     run: Path,
     study: Path | None = None,
     *,
-    weights: Literal["best", "last"] = "best",
+    weights: Literal["best", "last"] = "last",
     initial: bool = True,
     images: int = IMAGES,
 ) -> list[dict[str, Any]]:
@@ -28,7 +28,7 @@ def entropy_per_head(
     Args:
         run: the folder of a finished run.
         study: not used; a ``Study.after`` has it.
-        weights: which of the run.
+        weights: which of the run; its accuracy is of the last.
         initial: those that it started from as well.
         images: of its test set.
     """

@@ -39,7 +39,7 @@ DENSE = 4096
 PLAIN = "plain"
 
 _LEAST = 0.1  # a tenth in the logarithm, where one seed leaves no deviation
-_POINTS = 100
+_POINTS = 41  # of a spectrum; all of SHARES fall on one
 
 
 def cells(scale: Scale) -> list[Cell]:
@@ -128,7 +128,7 @@ def report(records: StudyRecords) -> StudyReport:
         tables=tables,
         draw=lambda path: _draw(records, path),
         verdict=decided,
-        reason=f"ln of a singular value over the largest, eps {EPS[-1]:g} less eps 1: {reason}",
+        reason=f"ln of a singular value over the largest, eps {EPS[-1]:g} minus eps 1: {reason}",
         notes=(
             "A pre-norm branch has singular values of zero, two a token: LayerNorm forgets the mean and the "
             "length of a token. So shares of the spectrum are compared, not its kappa.",

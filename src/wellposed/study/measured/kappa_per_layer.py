@@ -22,7 +22,7 @@ def kappa_per_layer(
     run: Path,
     study: Path | None = None,
     *,
-    weights: Literal["best", "last"] = "best",
+    weights: Literal["best", "last"] = "last",
     through_training: bool = False,
     images: int = IMAGES,
 ) -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ def kappa_per_layer(
     Args:
         run: the folder of a finished run.
         study: not used; a ``Study.after`` has it.
-        weights: which of the run.
+        weights: which of the run; its accuracy is of the last.
         through_training: its start, its checkpoints and its end as well; rows tell ``epoch`` and ``weights``.
         images: of its test set.
     """

@@ -21,7 +21,7 @@ from wellposed.records import Record
 NORMS = {"trace": jacobian_trace, "frobenius": jacobian_frobenius}
 """Of diag(p) - p p^T: the trace is its nuclear norm."""
 
-ROWS = 32
+ROWS = 16
 """Kept of each head, evenly over queries and images."""
 
 _STEEPNESS = (

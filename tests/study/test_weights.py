@@ -1,0 +1,118 @@
+"""The weights of a run as a model again, and kappa and entropy measured on them."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import short_runs
+from study_records import kept
+from wellposed.nn import TokenGraying
+from wellposed.study.measured.entropy_per_head import entropy_per_head
+from wellposed.study.measured.kappa_per_layer import FOUR, kappa_after, kappa_per_layer
+from wellposed.study.measured.weights import open_run
+
+TEST_IMAGES = 400
+
+
+def accuracy(folder: Path, weights: Any) -> float:
+    trained = open_run(folder, TEST_IMAGES)
+    with torch.inference_mode():
+        found = trained.model(trained.moment(weights))(trained.images).argmax(-1)
+    return (found == trained.labels).double().mean().item()
+
+
+@pytest.mark.parametrize("weights", ["best", "last"])
+@pytest.mark.parametrize("which", ["run", "edited"])
+def test_the_model_classifies_as_it_did_when_it_was_tested(request, which, weights):
+    folder = request.getfixturevalue(which)
+    result = json.loads((folder / "result.json").read_text())
+    expected = result["test" if weights == "last" else "best"]["accuracy"]
+    assert accuracy(folder, weights) == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_power_of_the_graying_is_that_of_the_moment(edited):
+    trained = open_run(edited, 2)
+    powers = {
+        weights: next(
+            float(module.eps)
+            for module in trained.model(trained.moment(weights)).modules()
+            if isinstance(module, TokenGraying)
+        )
+        for weights in ("initial", "last")
+    }
+    assert powers == pytest.approx({"initial": 0.9, "last": 0.5})
+
+
+def test_moments_go_from_the_start_over_the_checkpoints_to_the_end(run):
+    moments = open_run(run, 2).through_training()
+    assert [(moment.weights, moment.update, moment.epoch) for moment in moments] == [
+        ("initial", 0, 0.0),
+        ("checkpoint", 4, 1.0),
+        ("checkpoint", 8, 2.0),
+        ("last", 12, 3.0),
+    ]
+
+
+def test_test_images_are_spread_over_the_set(run):
+    assert len(open_run(run, 40).labels.unique()) > 5
+    assert len(open_run(run, 10_000).images) == TEST_IMAGES
+
+
+def test_what_is_not_there_is_told(run, tmp_path):
+    with pytest.raises(FileNotFoundError, match="expected the folder of a run"):
+        open_run(tmp_path)
+    (tmp_path / "best").mkdir()
+    for name in ("recipe.toml", "result.json", "best/config.json"):
+        (tmp_path / name).write_bytes((run / name).read_bytes())
+    with pytest.raises(FileNotFoundError, match=r"expected last/model\.safetensors"):
+        open_run(tmp_path).moment("last")
+
+
+def test_a_masked_autoencoder_is_measured_at_its_end_alone(tmp_path):
+    short_runs.run(tmp_path / "mae", task="mae", epochs=1, decoder_depth=1)
+    assert {row["weights"] for row in kappa_per_layer(tmp_path / "mae", images=2)} == {"last"}
+    with pytest.raises(ValueError, match="expected a run that classifies"):
+        kappa_per_layer(tmp_path / "mae", through_training=True, images=2)
+
+
+def test_kappa_at_the_four_positions_of_every_block(run):
+    rows = kept(kappa_per_layer(run, images=4))
+    assert {(row["block"], row["position"]) for row in rows} >= {(b, p) for b in (0, 1) for p in FOUR}
+    assert {row["weights"] for row in rows} == {"last"}
+    assert all(row["estimator"] and row["dtype"] == "float32" and row["images"] == 4 for row in rows)
+    assert all(row["log"] == pytest.approx(math.log(row["value"]), rel=1e-4) for row in rows)
+
+
+def test_kappa_is_that_of_the_token_matrices(run):
+    trained = open_run(run, 5)
+    model = trained.model(trained.moment("last"))
+    seen: list[torch.Tensor] = []
+    model.blocks[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].double()))
+    with torch.inference_mode():
+        model(trained.images)
+    expected = np.median([np.linalg.cond(tokens) for tokens in seen[0].numpy()])
+    rows = kappa_after(images=5)(run, run)
+    (found,) = [row["value"] for row in rows if (row["block"], row["position"]) == (1, "input")]
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_kappa_through_training(run):
+    rows = kappa_per_layer(run, through_training=True, images=2)
+    one = [row["update"] for row in rows if (row["block"], row["position"]) == (0, "ffn.branch")]
+    assert one[:4] == [0, 4, 8, 12]
+
+
+def test_entropy_of_each_head_before_and_after(edited):
+    rows = kept(entropy_per_head(edited, images=3))
+    heads = {
+        (row["weights"], row["block"], row["head"])
+        for row in rows
+        if row["measure"] == "entropy" and "head" in row
+    }
+    assert heads == {(w, block, head) for w in ("initial", "last") for block in (0, 1) for head in (0, 1)}
+    assert all(0 <= row["value"] <= 1 for row in rows if row["measure"] == "entropy")
