@@ -9,6 +9,14 @@ from wellposed.study.compare import Spread
 from wellposed.study.plan import RunRecord
 
 DPI = 120
+INSIDE = 5
+"""So many names fit beside the lines of a plot."""
+COUNTS = ("epoch", "block")
+"""What an axis counts has no halves."""
+FEW = 12
+"""So few points of a curve are marked, or one alone would not be seen."""
+STYLES = ("solid", "dashed", "dotted", "dashdot")
+"""Ten colours each."""
 
 
 class Canvas:
@@ -23,6 +31,7 @@ class Canvas:
 
     def __init__(self, columns: int, rows: int = 1, *, width: float = 4.6, height: float = 3.6) -> None:
         figure_class, canvas = _matplotlib()
+        self._columns = columns
         self.figure = figure_class(figsize=(width * columns, height * rows), constrained_layout=True)
         canvas(self.figure)
         self.plots: list[Any] = list(self.figure.subplots(rows, columns, squeeze=False).flat)
@@ -31,9 +40,17 @@ class Canvas:
             plot.grid(alpha=0.3)
 
     def save(self, path: Path) -> None:
-        for plot in self.plots:
-            if plot.get_legend_handles_labels()[0]:
+        for number, plot in enumerate(self.plots):
+            labels = plot.get_legend_handles_labels()[1]
+            if len(labels) > INSIDE:
+                # Beside the last plot of a row that has these lines; inside it would lie over them.
+                is_last = (number + 1) % self._columns == 0
+                if is_last or self.plots[number + 1].get_legend_handles_labels()[1] != labels:
+                    plot.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+            elif labels:
                 plot.legend(frameon=False, fontsize=8)
+            if plot.get_xlabel() in COUNTS:
+                plot.xaxis.get_major_locator().set_params(integer=True)
         self.figure.savefig(path, dpi=DPI)
 
 
@@ -106,7 +123,15 @@ def curves(plot: Any, runs: Mapping[str, Sequence[RunRecord]], number: str, *, s
             continue
         epochs = sorted(by_epoch)
         color = f"C{index % 10}"
-        plot.plot(epochs, [statistics.fmean(by_epoch[epoch]) for epoch in epochs], color=color, label=label)
+        plot.plot(
+            epochs,
+            [statistics.fmean(by_epoch[epoch]) for epoch in epochs],
+            color=color,
+            linestyle=STYLES[index // 10 % len(STYLES)],
+            marker="o" if len(epochs) <= FEW else None,
+            markersize=3,
+            label=label,
+        )
         plot.fill_between(
             epochs,
             [min(by_epoch[epoch]) for epoch in epochs],
@@ -129,6 +154,7 @@ def over_steps(plot: Any, lines: Mapping[str, Mapping[float, Spread | None]]) ->
                 yerr=[each.deviation or 0.0 for _, each in known],
                 label=label,
                 color=f"C{index % 10}",
+                linestyle=STYLES[index // 10 % len(STYLES)],
                 marker="o",
                 markersize=4,
                 capsize=2,

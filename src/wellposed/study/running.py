@@ -225,6 +225,7 @@ def _report(session: Session, console: Console, failed: bool = False) -> Outcome
     report = session.study.report(records)
     ledger.write(session.folder, records.runs, records.measured)
     details = about(session, records, read_summary(session.folder))
+    _say(console, f"\n{session.study.name}: {session.study.title}\n")
     for sentence in write_report(session.folder, records, report, details):
         _say(console, sentence)
     is_whole = not failed and all(run.state != "failed" for run in records.runs)

@@ -153,19 +153,24 @@ def _verdict(table: Rows) -> tuple[Verdict, str]:
     for place in dict.fromkeys((row["data"], row["variant"]) for row in table):
         whole = [row for row in table if (row["data"], row["variant"]) == place and row["heads"] == WHOLE]
         own = {row["measure"]: row for row in whole}
-        where = ", ".join(place)
-        for measure, row in own.items():
-            violated, tellable = _violations(row)
-            outcomes.append(violated == 0)
-            trivial = f", infinite in {row['holds trivially']}" if row["holds trivially"] else ""
-            told.append(f"{where}, {measure}: violated in {violated} of {tellable}{trivial}")
+        parts = []
+        counts = {measure: _violations(row) for measure, row in own.items()}
+        outcomes += [violated == 0 for violated, tellable in counts.values() if tellable]
+        parts += [f"{name} violated in {bad} of {all_of}" for name, (bad, all_of) in counts.items() if bad]
+        tellable = sum(each for _, each in counts.values())
+        if not parts:
+            parts.append(f"no bound violated in {tellable}" if tellable else "no bound can be told")
+        trivial, unknown = (sum(row[name] for row in whole) for name in ("holds trivially", "cannot tell"))
+        parts += [f"{trivial} of them infinite"] if trivial else []
+        parts += [f"{unknown} more beyond the arithmetic"] if unknown else []
         without, with_skip = (own.get(f"kappa {number} linear") for number in ("4.1", "4.2"))
         bound, kappa = (_lower(with_skip, without, column) for column in ("ln bound, end", "ln kappa, end"))
         if bound is not None and kappa is not None:
             outcomes.append(bound > 0)
-            told.append(
-                f"{where}: with the skip the bound is {bound:.1f} lower in its logarithm, kappa {kappa:.1f}"
+            parts.append(
+                f"with the skip the bound's logarithm is {bound:.1f} lower, that of kappa {kappa:.1f}"
             )
+        told.append(f"{', '.join(place)}: {', '.join(parts)}")
     if not outcomes:
         return "incomplete", "no bound was measured"
     if all(outcomes):
@@ -209,7 +214,9 @@ def _draw(records: StudyRecords, path: Path) -> None:
             own = _finite(here)
             infinite = len([row for row in here if row.get("log") is not None]) - len(own)
             if not here or not own:
-                plot.text(0.5, 0.5, "not measured", ha="center", transform=plot.transAxes)
+                why = "all bounds are infinite" if here else "the model has none"
+                plot.text(0.5, 0.5, why, ha="center", transform=plot.transAxes)
+                plot.set(xticks=[], yticks=[])
             elif infinite:
                 words += f"\n(without {infinite} of {infinite + len(own)} whose bound is infinite)"
             _band(plot, own, "log", "measured", "C0")

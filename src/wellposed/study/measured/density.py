@@ -173,7 +173,8 @@ def _draw_rows(canvas: Canvas, plot: Any, runs: Sequence[RunRecord], norm: str) 
     if points:
         x, y, block = zip(*points, strict=True)
         drawn = plot.scatter(x, y, c=block, s=4, alpha=0.5, cmap="viridis", linewidths=0)
-        canvas.figure.colorbar(drawn, ax=plot, label="block")
+        ticks = sorted({row["block"] for row in rows})
+        canvas.figure.colorbar(drawn, ax=plot, label="block", ticks=ticks[:: 1 + len(ticks) // 7])
     for row in _rows(runs[0], "softmax curve") if runs else []:
         words = f"random scores, {row['keys']} keys"
         plot.plot(row["entropy"], row[norm], color="black", linewidth=1, label=words)
