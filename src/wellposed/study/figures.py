@@ -104,10 +104,12 @@ def bars(
     ]
     if heights:
         lowest, highest = (pick(each.mean for each in heights) for pick in (min, max))
+        # The legend stands over the bars.
+        room = 0.2 if len(groups) == 1 or len(labels) > INSIDE else 0.7
         # Half of a point would not be seen beside a bar that starts at 0.
         plot.set_ylim(
             max(0.0, lowest - max(1.0, (highest - lowest) * 1.5)),
-            highest + max(0.5, (highest - lowest) * 0.2),
+            highest + max(0.5, (highest - lowest) * room),
         )
 
 

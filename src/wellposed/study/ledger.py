@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wellposed.study.compact import packed_rows, rounded, thinned, unpacked_rows
+from wellposed.study.compact import POINTS, packed_rows, rounded, thinned, unpacked_rows
 from wellposed.study.files import write_lines
 from wellposed.study.plan import RunRecord
 from wellposed.train.recipe import Recipe
@@ -93,9 +93,9 @@ def result_of(folder: Path) -> dict[str, Any]:
     return {name: result[name] for name in _RESULT if name in result}
 
 
-def curve(folder: Path) -> list[dict[str, Any]]:
+def curve(folder: Path, points: int = POINTS) -> list[dict[str, Any]]:
     """The tests of a run, each with the training loss before it."""
-    points: list[dict[str, Any]] = []
+    tests: list[dict[str, Any]] = []
     train_loss = None
     for line in read_run(folder) if (folder / "run.jsonl").is_file() else []:
         if line["event"] == "train":
@@ -104,5 +104,5 @@ def curve(folder: Path) -> list[dict[str, Any]]:
             point: dict[str, Any] = {
                 name: line[name] for name in ("epoch", "loss", "accuracy") if name in line
             }
-            points.append({**point, "train_loss": train_loss})
-    return thinned(points)
+            tests.append({**point, "train_loss": train_loss})
+    return thinned(tests, points)

@@ -13,6 +13,7 @@ from typing import Any
 
 from wellposed.study import ledger
 from wellposed.study.choosing import Planned, best_of
+from wellposed.study.compact import POINTS
 from wellposed.study.grids import Grid
 from wellposed.study.ledger import ENDED, Key
 from wellposed.study.plan import RunRecord, Scale, Study, StudyRecords, data_name
@@ -20,6 +21,9 @@ from wellposed.study.pool import has_weights, without_folders
 from wellposed.train.recipe import Recipe
 from wellposed.train.recipe_file import read_recipe, write_recipe
 from wellposed.train.run_folder import RECIPE
+
+TRIAL_POINTS = 12
+"""Of the curve of a run that only chose."""
 
 
 class Session:
@@ -272,7 +276,7 @@ class Session:
             recipe=_as_it_ran(planned),
             state=ledger.state_of(planned.folder),
             result=result,
-            curve=ledger.curve(planned.folder),
+            curve=ledger.curve(planned.folder, TRIAL_POINTS if planned.trial else POINTS),
             reported=cell.reported,
             trial=planned.trial,
             run=planned.folder.name,
