@@ -50,8 +50,15 @@ class Canvas:
             elif labels:
                 plot.legend(frameon=False, fontsize=8)
             if plot.get_xlabel() in COUNTS:
-                plot.xaxis.get_major_locator().set_params(integer=True)
+                _count(plot.xaxis)
         self.figure.savefig(path, dpi=DPI)
+
+
+def _count(axis: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    if isinstance(axis.get_major_locator(), MaxNLocator):  # not where the ticks are given
+        axis.get_major_locator().set_params(integer=True)
 
 
 def _matplotlib() -> tuple[Any, Any]:

@@ -120,7 +120,9 @@ class Grid:
         changed = [
             name
             for name, value in wanted.items()
+            # These are not as they were asked for: names for folders, and what was open.
             if name not in ("data", "start_from", "trackers")
+            and (name, value) != ("placement", "auto")
             and record.recipe.get(name, default.get(name)) != value
         ]
         return f"another recipe ({', '.join(changed)})" if changed else "another recipe"

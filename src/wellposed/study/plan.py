@@ -177,7 +177,7 @@ class Study:
             those. The best of each variant is then trained in full with all seeds, so that no accuracy is
             reported that something was chosen by. None, or no fields, chooses by the full run of the first
             seed.
-        chooses_once: the first data set given chooses for all of them.
+        chooses_once: one data set chooses for all: that of the trials in the records, else the first given.
         after: (folder of a finished run, folder of the study) -> what is measured on its last weights, which
             its accuracy is of. Kept in the run's folder, and not measured again.
         once: (scale, folder of the study) -> what is measured without a run, once.

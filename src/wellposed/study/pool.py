@@ -15,12 +15,18 @@ from wellposed.train.recipe import Recipe
 from wellposed.train.run_folder import default_folder
 from wellposed.train.sweep.progress import is_finished, read_result
 
+LATER: tuple[str, ...] = ()
+"""Fields that recipes got after the first records were kept. Left at their default they do nothing, so the
+names of runs without them stay what they were, and their records stay valid."""
+
 _KEEP = Recipe().keep
 
 
 def run_name(recipe: Recipe) -> str:
     """Of the folder of a run."""
-    name = default_folder(without_folders(recipe)).name
+    default = Recipe()
+    later = [name for name in LATER if getattr(recipe, name) == getattr(default, name)]
+    name = default_folder(without_folders(recipe), without=later).name
     if recipe.keep <= _KEEP:
         return name
     # Its result is that of the run without, but not what can be measured on its way.

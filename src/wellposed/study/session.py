@@ -121,32 +121,37 @@ class Session:
     def _tries(self, spec: str, label: str) -> list[Planned]:
         """The runs that a variant's best is chosen by; none while what they start from is not chosen."""
         if self.study.chooses_once:
-            spec = self.data[0]
+            spec = self._chooser(label)
         is_short = self.grid.has_trial(spec)
+        seed = self._ended_grid(spec, label)
         made = [
-            self._plan(label, number, spec, self._choosing_seed(spec, label), is_short)
+            self._plan(label, number, spec, self.seeds[0] if seed is None else seed, is_short)
             for number in range(len(self.grid.variants[label]))
         ]
         # What chooses is not measured.
         return [dataclasses.replace(each, measured=False) for each in made if each is not None]
 
-    def _choosing_seed(self, spec: str, label: str) -> int:
-        """That of a grid that has ended before, so that more seeds do not choose anew; else the first."""
+    def _chooser(self, label: str) -> str:
+        """The set that has chosen before, though it may not be at hand now; else the first given."""
+        specs = {data_name(spec): spec for spec in self.data}
+        known = [specs.get(name, name) for name in self._sets]
+        return next((spec for spec in known if self._ended_grid(spec, label) is not None), self.data[0])
+
+    def _ended_grid(self, spec: str, label: str) -> int | None:
+        """The seed of a grid that has ended, so that more seeds do not choose anew."""
         is_short = self.grid.has_trial(spec)
         of_label = [
             run
             for run in self._runs.values()
             if (run.label, run.data, run.trial) == (label, data_name(spec), is_short) and run.state in ENDED
         ]
+        numbers = range(len(self.grid.variants[label]))
         for seed in sorted({run.seed for run in of_label}):
             known = {run.run for run in of_label if run.seed == seed}
-            made = [
-                self._plan(label, number, spec, seed, is_short)
-                for number in range(len(self.grid.variants[label]))
-            ]
+            made = [self._plan(label, number, spec, seed, is_short) for number in numbers]
             if all(each is not None and each.folder.name in known for each in made):
                 return seed
-        return self.seeds[0]
+        return None
 
     def _best(self, spec: str, label: str) -> int | None:
         """The number of the cell that stands for the variant; None until it is known."""

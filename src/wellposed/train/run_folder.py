@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,18 @@ from wellposed.train.report import write_json
 RECIPE = "recipe.toml"
 
 
-def default_folder(recipe: Recipe) -> Path:
+def default_folder(recipe: Recipe, without: Collection[str] = ()) -> Path:
     """The same for equal recipes, so that starting again goes on.
 
     >>> default_folder(Recipe()) == default_folder(Recipe(workers=0))
     True
+
+    Args:
+        recipe: of the run.
+        without: fields that the name does not hang on.
     """
-    text = json.dumps(decisive(recipe), sort_keys=True, default=str)
+    told = {name: value for name, value in decisive(recipe).items() if name not in without}
+    text = json.dumps(told, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     kind, colon, rest = recipe.data.partition(":")
     data = kind if colon and kind not in ("packed", "hf", "wds", "folder") else Path(rest or kind).stem
