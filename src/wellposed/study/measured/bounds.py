@@ -214,7 +214,7 @@ def _draw(records: StudyRecords, path: Path) -> None:
             own = _finite(here)
             infinite = len([row for row in here if row.get("log") is not None]) - len(own)
             if not here or not own:
-                why = "all bounds are infinite" if here else "the model has none"
+                why = "all bounds are infinite" if infinite else "the model has none"
                 plot.text(0.5, 0.5, why, ha="center", transform=plot.transAxes)
                 plot.set(xticks=[], yticks=[])
             elif infinite:
