@@ -184,7 +184,7 @@ def verdict(claims: Sequence[Claim]) -> tuple[Verdict, str]:
     counted = ""
     if len(claims) > 1:
         counts = {0: f"none of {len(claims)} claims holds: ", len(claims): f"all {len(claims)} claims hold: "}
-        counted = counts.get(held, f"{held} of {len(claims)} claims hold: ")
+        counted = counts.get(held, f"{held} of {len(claims)} claims {'holds' if held == 1 else 'hold'}: ")
     return decided, counted + "; ".join(map(str, claims))
 
 
