@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types pytest clean
+.PHONY: demo test lint types pytest docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/wellposed demo
@@ -20,6 +20,11 @@ types: $(VENV)/.dev
 # One thread a worker: two workers with two threads each only get in each other's way.
 pytest: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The same strict build is one of the tests (tests/test_site.py).
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open build/docs/index.html, or serve it: $(BIN)/mkdocs serve"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,21 +1,39 @@
-"""Every Python block of the README and the docs runs."""
+"""Every Python block of the README and the docs runs, and every command in them exists as it is written."""
 
+import csv
 import re
 import sys
+import tomllib
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import typer.main
+from PIL import Image
+from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import own_model
-from wellposed.anatomy.families import BLOCKS, EMBEDDINGS
+from clean_tables import restored_tables
+from docs_blocks import PAGES, ROOT, Block, all_blocks, commands, wellposed_words
+from wellposed.cli import app
+from wellposed.models import build
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-CODE = [
-    pytest.param(block, id=f"{page.name}-{number}")
-    for page in PAGES
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+_BLOCKS = all_blocks()
+PYTHON = [pytest.param(block, id=block.name) for block in _BLOCKS if block.language == "python"]
+RUN = [pytest.param(block, id=block.name) for block in _BLOCKS if block.runs]
+LINES = [
+    pytest.param(words, id=f"{block.name}-{number}")
+    for block in _BLOCKS
+    for number, words in enumerate(commands(block))
 ]
+TARGETS = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+EXTRAS = set(
+    tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+)
 
 
 @pytest.fixture
@@ -24,22 +42,124 @@ def my_model(monkeypatch):
     own_model.MyBlock, own_model.MyModel = own_model.OwnBlock, own_model.OwnModel
     own_model.MyPatches = own_model.OwnPatches
     monkeypatch.setitem(sys.modules, "my_model", own_model)
-    blocks, embeddings = dict(BLOCKS), dict(EMBEDDINGS)
-    yield
-    for table, before in ((BLOCKS, blocks), (EMBEDDINGS, embeddings)):
-        table.clear()
-        table.update(before)
+    with restored_tables():
+        yield
+
+
+@pytest.fixture
+def readers_folder(tmp_path: Path, monkeypatch) -> Path:
+    """What the reader has: images in DIR, a recipe, a file of weights."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "recipe.toml").write_text((ROOT / "recipes" / "digits.toml").read_text())
+    generator = np.random.default_rng(0)
+    for index in range(4):
+        folder = tmp_path / "DIR" / f"class{index % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+    return tmp_path
 
 
 @pytest.mark.usefixtures("my_model")
-@pytest.mark.parametrize("code", CODE)
-def test_block_runs(code: str, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("block", PYTHON)
+def test_block_runs(block: Block, tmp_path, monkeypatch) -> None:
+    if block.needs is not None:
+        pytest.importorskip(block.needs)
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "<documentation>", "exec"), {"__name__": "documentation"})
+    torch.manual_seed(0)
+    module = types.ModuleType("documentation")
+    monkeypatch.setitem(sys.modules, "documentation", module)
+    exec(compile(block.text, block.name, "exec"), module.__dict__)
+
+
+@pytest.mark.parametrize("block", RUN)
+def test_marked_commands_run(block: Block, readers_folder: Path) -> None:
+    if any("mine.safetensors" in words for words in commands(block)):
+        save_file(build("vit_tiny_patch16_224").state_dict(), "mine.safetensors")
+    lines = [wellposed_words(words) for words in commands(block)]
+    assert lines
+    for line in lines:
+        assert line is not None, "only wellposed commands can be run"
+        result = CliRunner().invoke(app, line, catch_exceptions=False)
+        assert result.exit_code == 0, f"wellposed {' '.join(line)}\n{result.output}"
+
+
+@pytest.mark.parametrize("words", LINES)
+def test_command_exists_as_written(words: list[str], readers_folder: Path) -> None:
+    check_command(words)
+
+
+def check_command(words: list[str]) -> None:
+    """Raise unless the command, its flags and the files of the repository that it names exist."""
+    line = wellposed_words(words)
+    if line is not None:
+        _parse(line)
+    elif words[0] == "make":
+        assert set(words[1:]) <= set(TARGETS), words
+    elif words[0] == "pip":
+        wanted = {name for word in words for name in re.findall(r"(?<=[\[,])\w+(?=[\],])", word)}
+        assert wanted <= EXTRAS, f"{wanted - EXTRAS} of pyproject.toml"
+    for word in words[1:]:
+        if re.match(r"(examples|benchmarks|recipes)/", word):
+            assert (ROOT / word).exists(), f"there is no {word}"
+
+
+def _parse(line: list[str]) -> None:
+    """The command line as typer reads it; a recipe is also made, without training."""
+    command = typer.main.get_command(app)
+    if line[0] == "train":
+        result = CliRunner().invoke(app, [*line, "--dry-run"])
+        assert result.exit_code == 0, f"wellposed {' '.join(line)}\n{result.output}"
+        return
+    context = command.make_context("wellposed", list(line), resilient_parsing=False)
+    while hasattr(command, "commands"):
+        name, command, line = command.resolve_command(context, [*context._protected_args, *context.args])
+        context = command.make_context(name, line, parent=context)
+
+
+def test_the_checks_can_fail(readers_folder: Path) -> None:
+    for wrong in (
+        "wellposed diagnoze vit_base_patch16_224 --images DIR",
+        "wellposed diagnose vit_base_patch16_224 --pictures DIR",
+        "wellposed train --graying sdv",
+        "torchrun --nproc-per-node 8 -m wellposed train --epoch 3",
+        "wellposed bench graying --token 3",
+        "python examples/none.py",
+        "make cake",
+        "pip install .[transformer,datasets]",
+    ):
+        with pytest.raises(BaseException):  # noqa: B017, PT011 typer's own errors are of several kinds
+            check_command(wrong.split())
+
+
+def test_blocks_and_commands_are_found() -> None:
+    assert len(PYTHON) > 15
+    assert len(LINES) > 30
+    assert len(RUN) >= 2
+    sample = Block(ROOT / "x.md", 0, "", "wellposed a [--b c] \\\n   --d  # why\nsome output\n", "")
+    assert commands(sample) == [["wellposed", "a", "--b", "c", "--d"]]
+
+
+def test_the_numbers_of_the_ideas_are_those_measured() -> None:
+    text = (ROOT / "docs" / "ideas.md").read_text(encoding="utf-8")
+    lines = (ROOT / "results" / "ideas.csv").read_text(encoding="utf-8").splitlines()[1:]
+    rows = list(csv.DictReader(lines))
+    after = {row["series"]: float(row["y"]) for row in rows if row["picture"] == "skip" and row["x"] == "10"}
+    plain, skipped = after["linear attention, no skip"], after["linear attention + skip"]
+    assert f"the linear attention gives {plain:.0f}, with its skip {skipped:.1f}" in text
+    assert f"({after['softmax attention, no skip']:,.0f} at kappa 10)" in text
+    values = {row["series"]: [] for row in rows if row["picture"] == "graying"}
+    for row in rows:
+        if row["picture"] == "graying":
+            values[row["series"]].append(float(row["y"]))
+    before, grayed = (s[0] / s[-1] for s in (values["eps 1"], values["eps 0.7"]))
+    assert f"from {before:.1f} to {grayed:.1f} at eps 0.7" in text.replace("\n", " ")
 
 
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name}: {target}"

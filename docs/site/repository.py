@@ -1,0 +1,95 @@
+"""The repository's other files in the site, so that a link which works on GitHub works here.
+
+README, CONTRIBUTING and CHANGELOG become pages, scripts and recipes become pages with their source, and what
+was measured (``results/``) is copied. A relative link to any of these is turned to where it went.
+"""
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[2]
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+SOURCES = {"examples": "*.py", "benchmarks": "*.py", "recipes": "**/*.toml"}
+TEXTS = ("LICENSE", "CITATION.cff", "Makefile", "mkdocs.yml")
+RESULTS = "results"
+
+_CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+
+
+def site_path(path: str) -> str | None:
+    """Where a file of the repository is in the site, None if it is not there."""
+    if path in PAGES:
+        return PAGES[path]
+    if path == RESULTS:
+        return f"{RESULTS}/index.md"
+    folder, _, inside = path.partition("/")
+    if folder == "docs":
+        return inside
+    if folder in SOURCES and inside:
+        return posixpath.splitext(path)[0] + ".md"
+    return path if folder == RESULTS or path in TEXTS else None
+
+
+def turned(markdown: str, source: str, page: str) -> str:
+    """The text of ``source``, a path in the repository, with its relative links as ``page`` needs them."""
+
+    def link(match: re.Match[str]) -> str:
+        opening, target, anchor, closing = match.groups()
+        if ":" in target:
+            return match[0]
+        there = site_path(posixpath.normpath(posixpath.join(posixpath.dirname(source), target)))
+        if there is None:
+            return match[0]  # the strict build names it
+        return f"{opening}{posixpath.relpath(there, posixpath.dirname(page) or '.')}{anchor or ''}{closing}"
+
+    parts = _CODE.split(markdown)
+    return "".join(part if index % 2 else _LINK.sub(link, part) for index, part in enumerate(parts))
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """mkdocs: the files of the site."""
+    for source, page in PAGES.items():
+        if (ROOT / source).is_file():
+            files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    for path in _results():
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    for path in TEXTS:
+        if (ROOT / path).is_file():
+            files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    files.append(File.generated(config, f"{RESULTS}/index.md", content=_results_page()))
+    for folder, pattern in SOURCES.items():
+        for file in sorted((ROOT / folder).glob(pattern)):
+            path = file.relative_to(ROOT).as_posix()
+            files.append(File.generated(config, str(site_path(path)), content=_source_page(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """mkdocs: the text of a page."""
+    path = page.file.src_uri
+    source = {page: source for source, page in PAGES.items()}.get(path, f"docs/{path}")
+    return turned(markdown, source, path)
+
+
+def _results() -> Iterator[str]:
+    for file in sorted((ROOT / RESULTS).rglob("*")):
+        if file.is_file() and file.suffix != ".md":
+            yield file.relative_to(ROOT).as_posix()
+
+
+def _results_page() -> str:
+    lines = [f"- [{path.partition('/')[2]}](../{path})" for path in _results()]
+    about = "The files behind the figures of these pages, each with its environment. The home page names the "
+    return "# Measured results\n\n" + about + "command that makes each again.\n\n" + "\n".join(lines) + "\n"
+
+
+def _source_page(path: str) -> str:
+    language = "python" if path.endswith(".py") else "toml"
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return f"# {path}\n\n```{language}\n{text}```\n"
