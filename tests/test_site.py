@@ -1,6 +1,8 @@
 """The site builds without a warning, asks no other host for anything, and its links lead somewhere."""
 
-import importlib
+import dataclasses
+import doctest
+import importlib.util
 import os
 import re
 import subprocess
@@ -99,6 +101,26 @@ def test_every_public_name_is_documented(package: str, site: Path) -> None:
     for name in public:
         if not _is_module(getattr(module, name)):
             assert name in names, f"{package}.{name} is not in {DOCUMENTED[package]}"
+
+
+def test_every_field_of_a_recipe_is_told(site: Path) -> None:
+    from wellposed.train import Recipe
+
+    text = (site / "api" / "train.html").read_text(encoding="utf-8")
+    for field in dataclasses.fields(Recipe):
+        assert f"<td><code>{field.name}</code></td>" in text
+
+
+@pytest.mark.parametrize("name", ["docstrings", "recipe_fields"])
+def test_examples_in_the_sites_own_code(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "site" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tried = doctest.testmod(module)
+    assert tried.attempted > 0
+    assert tried.failed == 0
 
 
 def test_docstrings_are_free_of_sphinx(site: Path) -> None:
