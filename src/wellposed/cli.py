@@ -64,6 +64,7 @@ def diagnose(
 
         import wellposed
         from wellposed.models import build, describe_weights
+        from wellposed.train.environment import environment
 
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         options: dict[str, Any] = {} if image_size is None else {_size_option(model): image_size}
@@ -77,7 +78,8 @@ def diagnose(
             max_images=max_images,
             batch_size=batch_size,
         )
-        diagnosis.about.update({"model": model, "weights": describe_weights(built)})
+        diagnosis.about.update({"model": model, "weights": describe_weights(built), "seed": seed})
+        diagnosis.about.update({"data": images.name or str(images), "environment": environment()})
         diagnosis.notes.append(describe_weights(built))
         typer.echo(str(diagnosis))
         if out is not None:
@@ -233,6 +235,44 @@ def study(
                 command=COMMAND if launch is None else (*shlex.split(launch), "-m", "wellposed", "train"),
             )
     raise typer.Exit(max(outcome.exit_code for outcome in outcomes))
+
+
+@app.command()
+def report(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_OR_DIAGNOSIS...",
+            help="Folders of runs, sweeps, studies and diagnoses, or diagnosis.json files.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    static: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write the figures as PNG and SVG here, instead of a page."),
+    ] = None,
+    images: Annotated[
+        Path | None,
+        typer.Option(help=r"A folder of images to show graying on. \[default: the run's own, or digits]"),
+    ] = None,
+) -> None:
+    """Make one page of runs and diagnoses, which opens offline: what is worst, what changed, what to try."""
+    with _plain_errors():
+        from wellposed.report import read_material, report_page
+        from wellposed.report.page import write
+
+        material = read_material(paths)
+        if static is not None:
+            from wellposed.report.static import write_static
+
+            written = write_static(material, static, images=images)
+            typer.echo(f"written to {static}: {', '.join(path.name for path in written)}")
+            return
+        write(report_page(material, images=images), out)
+        size = f"{out.stat().st_size / 1e6:.1f} MB"
+        typer.echo(
+            f"{len(material.subjects)} runs and diagnoses written to {out} ({size}); open it in a browser."
+        )
 
 
 @app.command()

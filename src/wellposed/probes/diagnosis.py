@@ -21,7 +21,7 @@ from wellposed.records import Record, read_json, write_csv, write_json
 class Diagnosis:
     """The records of one model.
 
-    ``print`` shows a table with the worst block first; a notebook shows the same in colours.
+    ``print`` shows a table with the worst block first; a notebook shows the same in colours, and heat maps.
 
     Args:
         records: everything measured.
@@ -67,7 +67,9 @@ class Diagnosis:
         title = f"{self.about.get('model', 'model')}: {_images(self.about)}"
         lines = [f"edited: {edit}" for edit in self.about.get("edits", [])]
         lines += [f"note: {note}" for note in self.notes]
-        return as_html(title, self._tables(), lines)
+        from wellposed.report.notebook import charts_html
+
+        return as_html(title, self._tables(), lines) + charts_html(self.records)
 
     def to_csv(self, path: str | Path) -> None:
         """One line a record, without the values of the single images."""
@@ -77,10 +79,15 @@ class Diagnosis:
         """Everything; :meth:`from_json` reads it back."""
         write_json(self.records, self.about, path)
 
-    def to_html(self, path: str | Path) -> None:
-        """The tables as a page that opens offline."""
-        page = f"<!doctype html><meta charset='utf-8'><title>diagnosis</title>{self._repr_html_()}\n"
-        Path(path).write_text(page, encoding="utf-8")
+    def to_html(self, path: str | Path | None = None) -> str:
+        """The report as a page that opens offline; written to a file too if ``path`` names one."""
+        from wellposed.report.building import diagnosis_page
+        from wellposed.report.page import write
+
+        page = diagnosis_page(self.records, self.about)
+        if path is not None:
+            write(page, path)
+        return page
 
     def save(self, folder: str | Path) -> None:
         """``diagnosis.csv``, ``.json`` and ``.html`` in a folder, which is made if need be."""

@@ -1,0 +1,20 @@
+"""Records -> a page, and figures for papers. Reads records only, never a model.
+
+``wellposed report RUN_OR_DIAGNOSIS... -o report.html`` is :func:`write_report`.
+"""
+
+from wellposed.report.building import LIMIT, diagnosis_page, report_page, write_report
+from wellposed.report.page import read_data
+from wellposed.report.reading import read_material
+from wellposed.report.subjects import Material, Subject
+
+__all__ = [
+    "LIMIT",
+    "Material",
+    "Subject",
+    "diagnosis_page",
+    "read_data",
+    "read_material",
+    "report_page",
+    "write_report",
+]

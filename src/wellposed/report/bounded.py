@@ -1,0 +1,123 @@
+"""Measured kappa against what a proposition says it stays below."""
+
+from typing import Any
+
+from wellposed.linalg.bounds import VERDICTS
+from wellposed.report.charts import Budget, Chart, Missing, Section, columns, finite, most_told
+from wellposed.report.subjects import Material
+
+TITLE = "Measured against bound"
+
+
+def bounds_section(material: Material, budget: Budget) -> Section | Missing:
+    bounded = [
+        (subject, record)
+        for subject in material.subjects
+        for record in subject.records
+        if record.verdicts and record.value is not None
+    ]
+    if not bounded:
+        return Missing(TITLE, "wellposed diagnose MODEL --images DIR --what bounds --out DIR")
+    rows = tuple(
+        (
+            subject.name,
+            r.measure,
+            r.block,
+            "all" if r.head is None else str(r.head),
+            r.position,
+            r.value,
+            finite(r.bound),
+            r.bound / r.value if r.bound and r.value else None,
+            *_counts(r.verdicts),
+        )
+        for subject, r in bounded
+    )
+    counts = [sum(column) for column in zip(*(row[8:] for row in rows), strict=True)]
+    told = ", ".join(f"{name} {count:,} times" for name, count in zip(VERDICTS, counts, strict=True) if count)
+    infinite = sum(row[6] is None for row in rows)
+    words = [
+        "Each point is a quantity whose condition number has an upper bound (Propositions 4.1 and 4.2 of "
+        "Always Skip Attention and their kin), as a median over images. Above the diagonal the bound holds; "
+        "the further above, the looser it is.",
+        f"Over images, windows and heads: {told}.",
+    ]
+    if infinite:
+        words.append(
+            f"{infinite} of {len(rows)} bounds are infinite (tokens or weights without full rank) and not "
+            "drawn."
+        )
+    return Section(id="bounds", title=TITLE, words=tuple(words), chart=_chart(rows))
+
+
+def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
+    drawn = [value for row in rows if row[6] is not None for value in (row[5], row[6])]
+    ends = [min(drawn), max(drawn)] if drawn else [1, 10]
+    verdicts = {name.replace(" ", "_"): name for name in VERDICTS}
+    scale = {"type": "log", "nice": False, "domain": ends}
+    return Chart(
+        columns=columns(
+            run="run",
+            measure="measure",
+            block="block",
+            head="head",
+            position="position",
+            measured="measured",
+            bound="bound",
+            margin="bound / measured",
+            **verdicts,
+        ),
+        rows=rows,
+        spec={
+            "height": 320,
+            "layer": [
+                {
+                    "data": {"values": [{"end": ends[0]}, {"end": ends[1]}]},
+                    "mark": {"type": "line", "strokeDash": [4, 4], "color": "#888888", "tooltip": None},
+                    "encoding": {
+                        "x": {"field": "end", "type": "quantitative"},
+                        "y": {"field": "end", "type": "quantitative"},
+                    },
+                },
+                {
+                    "transform": [{"filter": {"field": "bound", "valid": True}}],
+                    "mark": {"type": "point", "filled": True, "opacity": 0.75, "size": 45},
+                    "encoding": {
+                        "x": {
+                            "field": "measured",
+                            "type": "quantitative",
+                            "scale": scale,
+                            "title": "measured kappa",
+                            "axis": LOG_AXIS,
+                        },
+                        "y": {
+                            "field": "bound",
+                            "type": "quantitative",
+                            "scale": scale,
+                            "title": "bound",
+                            "axis": LOG_AXIS,
+                        },
+                        "color": {"field": "measure", "type": "nominal", "title": None},
+                        "shape": {"field": "measure", "type": "nominal", "title": None},
+                        "tooltip": [
+                            {"field": name}
+                            for name in ("measure", "block", "head", "measured", "bound", "margin")
+                        ],
+                    },
+                },
+            ],
+        },
+        describe="Scatter plot on logarithmic axes: measured kappa to the right, its bound upwards, and the "
+        "diagonal at which they are equal. The table below has the same numbers.",
+        choose="run",
+        choose_title="run",
+        chosen=most_told(rows),
+    )
+
+
+LOG_AXIS = {"format": "~e", "tickCount": 6, "labelOverlap": True}
+
+
+def _counts(verdicts: tuple[int, ...]) -> tuple[int, ...]:
+    if len(verdicts) != len(VERDICTS):
+        raise ValueError(f"expected counts of {', '.join(VERDICTS)}, got {len(verdicts)} numbers.")
+    return verdicts

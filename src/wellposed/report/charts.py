@@ -1,0 +1,139 @@
+"""A section of the page: words, one chart and the rows that it is drawn from.
+
+The rows are the chart's data, the table beside it and the CSV file at once, so they cannot differ.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Cell = str | int | float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """Of a table; ``title`` is for people, ``key`` for the chart."""
+
+    key: str
+    title: str
+    hidden: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Rows, and how Vega-Lite draws them.
+
+    Args:
+        columns: of the rows.
+        rows: one cell a column.
+        spec: Vega-Lite without data and width; None for a table alone.
+        describe: what is to be seen, for those who do not see it.
+        choose: key of the column of which one value is shown at a time.
+        choose_title: its name beside the menu.
+        chosen: the value that is shown first.
+        opens: what a click on a mark opens: ``"spectrum"``, or nothing.
+        table_open: whether the table is unfolded from the start.
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    spec: dict[str, Any] | None
+    describe: str
+    choose: str = ""
+    choose_title: str = ""
+    chosen: str = ""
+    opens: str = ""
+    table_open: bool = False
+
+    def records(self) -> list[dict[str, Cell]]:
+        """The rows by key."""
+        keys = [column.key for column in self.columns]
+        return [dict(zip(keys, row, strict=True)) for row in self.rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Part of the page.
+
+    Args:
+        id: of its heading, and of the files it can be saved to.
+        title: the heading.
+        words: paragraphs.
+        chart: None for words alone.
+        thinned: what was left out of the data, in a sentence; empty for nothing.
+        extra: data beside the rows, such as the spectra that a click opens.
+    """
+
+    id: str
+    title: str
+    words: tuple[str, ...] = ()
+    chart: Chart | None = None
+    thinned: str = ""
+    extra: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A section whose records are not there, and what would add them."""
+
+    title: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of the data goes into a page.
+
+    Args:
+        points: of all training curves together.
+        curve: values of one spectrum.
+    """
+
+    points: int = 9000
+    curve: int = 64
+
+    def halved(self) -> "Budget":
+        return Budget(max(self.points // 2, 1), max(self.curve // 2, 4))
+
+
+def columns(**titles: str) -> tuple[Column, ...]:
+    """From ``key="title"``; a title that starts with ``-`` is of a column that is not shown.
+
+    >>> [column.key for column in columns(block="block", kappa="kappa")]
+    ['block', 'kappa']
+    """
+    return tuple(
+        Column(key=key, title=title.lstrip("-"), hidden=title.startswith("-"))
+        for key, title in titles.items()
+    )
+
+
+def finite(value: object) -> float | int | None:
+    """A number that JSON has; None for NaN, infinity and what is no number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if float("-inf") < value < float("inf") else None
+
+
+def distinct(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def most_told(rows: Sequence[Sequence[Any]]) -> str:
+    """The subject, in the first cell, that has the most rows."""
+    counts = Counter(str(row[0]) for row in rows)
+    return counts.most_common(1)[0][0]
+
+
+def picked(values: Sequence[float], most: int) -> list[tuple[int, float]]:
+    """At most ``most`` of the values with their indices, evenly, the first and the last among them.
+
+    >>> picked([9.0, 8.0, 7.0, 6.0, 5.0], 3)
+    [(0, 9.0), (2, 7.0), (4, 5.0)]
+    """
+    count = len(values)
+    if count <= most:
+        return list(enumerate(values))
+    chosen = distinct(round(i * (count - 1) / (most - 1)) for i in range(most))
+    return [(index, values[index]) for index in chosen]

@@ -1,0 +1,155 @@
+"""Runs side by side: one row a variant, with n and the deviation over its seeds."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wellposed.records import Record
+from wellposed.report.charts import Budget, Chart, Section, columns, finite
+from wellposed.report.subjects import Material, Subject
+
+TITLE = "Side by side"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample deviation of n values; no deviation of one."""
+
+    mean: float
+    deviation: float | None
+    n: int
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Of the values that are there; None of none.
+
+    >>> spread([1.0, 3.0, None])
+    Spread(mean=2.0, deviation=1.4142135623730951, n=2)
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
+
+
+def accuracy(subject: Subject) -> float | None:
+    """Of the last test, in percent; the best one is chosen on the test images."""
+    value = finite(subject.test.get("accuracy"))
+    return None if value is None else 100.0 * value
+
+
+def worst(subject: Subject) -> Record | None:
+    """The record of the largest kappa of a block's tokens."""
+    kappas = [r for r in subject.select("kappa") if r.value is not None and r.value > 0 and r.head is None]
+    return max(kappas, key=lambda record: record.value or 0.0, default=None)
+
+
+def log_worst(subject: Subject) -> float | None:
+    record = worst(subject)
+    return None if record is None else record.log
+
+
+def mean_log(subject: Subject, position: str) -> float | None:
+    """Ln kappa at a position, the mean over the blocks."""
+    logs = [r.log for r in subject.select("kappa") if r.position == position and r.head is None]
+    known = [log for log in logs if log is not None]
+    return statistics.fmean(known) if known else None
+
+
+def mean_entropy(subject: Subject) -> float | None:
+    """Over the blocks."""
+    known = [r.value for r in subject.select("entropy") if r.head is None and r.value is not None]
+    return statistics.fmean(known) if known else None
+
+
+_MEASURES: Mapping[str, tuple[str, Any]] = {
+    "accuracy": ("accuracy, %", accuracy),
+    "loss": ("test loss", lambda subject: finite(subject.test.get("loss"))),
+    "ln_kappa": ("ln kappa, worst place", log_worst),
+    "entropy": ("entropy, mean", mean_entropy),
+    "images_per_second": ("images/s", lambda s: finite(s.summary.get("images_per_second"))),
+}
+
+
+def comparing_section(material: Material, budget: Budget) -> Section:
+    titles: dict[str, str] = {"name": "variant", "edits": "edits", "n": "n"}
+    for key, (title, _) in _MEASURES.items():
+        titles |= {key: title, f"{key}_deviation": "±"}
+    titles["place"] = "worst place"
+    rows = [_row(name, subjects) for name, subjects in material.groups().items()]
+    empty = {
+        key for index, key in enumerate(titles) if index > 2 and all(row[index] in (None, "") for row in rows)
+    }
+    kept = [index for index, key in enumerate(titles) if key not in empty]
+    shown = tuple(tuple(row[index] for index in kept) for row in rows)
+    words = [
+        "n runs each; mean, and ± the standard deviation of the sample over the seeds. Accuracy and loss "
+        "are of the last test. ln kappa is of the worst block and position, entropy the mean over the "
+        "blocks (1 is uniform)."
+    ]
+    if "accuracy" in empty:
+        words = [
+            "ln kappa is of the worst block and position, entropy the mean over the blocks (1 is uniform)."
+        ]
+    chart = Chart(
+        columns=columns(**{key: title for key, title in titles.items() if key not in empty}),
+        rows=shown,
+        spec=_spec([row[0] for row in rows]) if "accuracy" not in empty and len(rows) > 1 else None,
+        describe="Accuracy of each variant as a point, with a bar of one deviation to each side. "
+        "The table below has the same numbers.",
+        table_open=True,
+    )
+    return Section(id="runs", title=TITLE, words=tuple(words), chart=chart)
+
+
+def _row(name: str, subjects: Sequence[Subject]) -> tuple[Any, ...]:
+    cells: list[Any] = [name, "; ".join(subjects[0].edits) or "none", len(subjects)]
+    for _, measure in _MEASURES.values():
+        found = spread(measure(subject) for subject in subjects)
+        cells += [None, None] if found is None else [found.mean, found.deviation]
+    places = [record for record in map(worst, subjects) if record is not None]
+    bad = max(places, key=lambda record: record.value or 0.0, default=None)
+    cells.append("" if bad is None else f"block {bad.block}, {bad.position}")
+    return tuple(cells)
+
+
+def _spec(names: Sequence[str]) -> dict[str, Any]:
+    place = {
+        "field": "name",
+        "type": "nominal",
+        "title": None,
+        "sort": list(names),
+        "axis": {"labelLimit": 150},
+    }
+    value = {"type": "quantitative", "title": "test accuracy, %", "scale": {"zero": False}}
+    # Without a deviation there is no bar.
+    low, high = "datum.accuracy - datum.accuracy_deviation", "datum.accuracy + datum.accuracy_deviation"
+    return {
+        "height": {"step": 30},
+        "transform": [
+            {"filter": {"field": "accuracy", "valid": True}},
+            {"calculate": low, "as": "accuracy_low"},
+            {"calculate": high, "as": "accuracy_high"},
+        ],
+        "encoding": {"y": place},
+        "layer": [
+            {
+                "transform": [{"filter": {"field": "accuracy_deviation", "valid": True}}],
+                "mark": {"type": "rule", "strokeWidth": 3, "opacity": 0.5},
+                "encoding": {
+                    "x": {"field": "accuracy_low", **value},
+                    "x2": {"field": "accuracy_high"},
+                    "color": {"field": "name", "type": "nominal", "sort": list(names), "legend": None},
+                },
+            },
+            {
+                "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
+                "encoding": {
+                    "x": {"field": "accuracy", **value},
+                    "color": {"field": "name", "type": "nominal", "sort": list(names), "legend": None},
+                    "tooltip": [{"field": key} for key in ("name", "n", "accuracy", "accuracy_deviation")],
+                },
+            },
+        ],
+    }

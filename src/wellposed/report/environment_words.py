@@ -1,0 +1,29 @@
+"""Where something ran, as text: from what :func:`wellposed.train.environment.environment` wrote."""
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from wellposed.train.environment import without_secrets
+
+
+def environment_text(values: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> text, without what is not known."""
+    if not values:
+        return {}
+    git = values.get("git") or {}
+    commit = git.get("commit")
+    changed = " with changes" if git.get("changed") else ""
+    command = values.get("command")
+    told = {
+        "command": shlex.join(map(str, command)) if isinstance(command, list) else command,
+        "time": values.get("time"),
+        "commit": f"{commit}{changed}" if commit else None,
+        "python": values.get("python"),
+        "platform": values.get("platform"),
+        "packages": ", ".join(f"{name} {version}" for name, version in values.get("packages", {}).items()),
+        "CPU": values.get("cpu"),
+        "accelerators": ", ".join(map(str, values.get("devices", []))),
+        "processes": values.get("processes"),
+    }
+    return {key: without_secrets(str(value)) for key, value in told.items() if value not in (None, "")}

@@ -1,0 +1,256 @@
+"""Sections -> one HTML page that opens offline.
+
+All text goes through :func:`html.escape`, all data is JSON in which ``<``, ``>`` and ``&`` are escaped. The
+Content-Security-Policy lets those scripts run that are named by their hash, and lets nothing be requested.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from wellposed.report.charts import Chart, Missing, Section
+from wellposed.report.verdict import Code, Name, Sentence
+
+LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-interpreter.js")
+LICENCES = ("LICENSE-vega.txt", "LICENSE-vega-lite.txt", "LICENSE-vega-interpreter.txt")
+_DATA = "report-data"
+
+
+@dataclass(frozen=True)
+class Page:
+    """What is to be shown.
+
+    Args:
+        title: of the page.
+        about: a line below it.
+        verdict: heading -> sentences.
+        sections: in their order.
+        missing: sections whose records are not there.
+    """
+
+    title: str
+    about: str
+    verdict: Mapping[str, Sequence[Sentence]]
+    sections: Sequence[Section]
+    missing: Sequence[Missing]
+
+
+def render(page: Page) -> str:
+    """The whole page."""
+    scripts = [_asset(name) for name in (*LIBRARIES, "page.js")]
+    body = "\n".join(
+        [
+            _header(page),
+            "<main id='main'>",
+            _verdict(page.verdict),
+            *(_section(section) for section in page.sections),
+            _missing(page.missing),
+            "</main>",
+            _footer(),
+            f"<script type='application/json' id='{_DATA}'>{_json(_data(page.sections))}</script>",
+            *(f"<script>{script}</script>" for script in scripts),
+        ]
+    )
+    return (
+        "<!doctype html>\n<html lang='en'>\n<head>\n<meta charset='utf-8'>\n"
+        f"<meta http-equiv='Content-Security-Policy' content=\"{_policy(scripts)}\">\n"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>\n"
+        "<meta name='referrer' content='no-referrer'>\n"
+        f"<title>{html.escape(page.title)}</title>\n<style>{_asset('page.css')}</style>\n</head>\n"
+        f"<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def read_data(page: str) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each section of a page, by column: what its charts and tables show.
+
+    Args:
+        page: the text of the page.
+    """
+    found = re.search(rf"<script type='application/json' id='{_DATA}'>(.*?)</script>", page, re.DOTALL)
+    if found is None:
+        raise ValueError("expected a page that wellposed report wrote; this one holds no data.")
+    sections = json.loads(found[1])
+    return {each["id"]: _rows(each["chart"]) for each in sections if each.get("chart")}
+
+
+def _rows(chart: Mapping[str, Any]) -> list[dict[str, Any]]:
+    filled = [
+        [column["levels"][code] for code in column["values"]] if "levels" in column else column["values"]
+        for column in chart["columns"]
+    ]
+    keys = [column["key"] for column in chart["columns"]]
+    return [dict(zip(keys, row, strict=True)) for row in zip(*filled, strict=True)]
+
+
+def _policy(scripts: Iterable[str]) -> str:
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+        for script in scripts
+    )
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _asset(name: str) -> str:
+    return (resources.files("wellposed.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    # Within a script element these could end it, or begin a comment; the two separators break old JavaScript.
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _data(sections: Sequence[Section]) -> list[dict[str, Any]]:
+    return [
+        {"id": each.id, "title": each.title, "chart": _chart_data(each.chart), "extra": each.extra}
+        for each in sections
+        if each.chart is not None
+    ]
+
+
+def _chart_data(chart: Chart) -> dict[str, Any]:
+    columns = []
+    for place, column in enumerate(chart.columns):
+        values: list[Any] = [row[place] for row in chart.rows]
+        told: dict[str, Any] = {"key": column.key, "title": column.title}
+        if column.hidden:
+            told["hidden"] = True
+        if any(isinstance(value, str) for value in values):
+            # Names are long and repeat: each is stored once.
+            levels = {value: code for code, value in enumerate(dict.fromkeys(values))}
+            told |= {"levels": list(levels), "values": [levels[value] for value in values]}
+        else:
+            told["values"] = values
+        columns.append(told)
+    return {
+        "columns": columns,
+        "spec": chart.spec,
+        "choose": chart.choose,
+        "chosen": chart.chosen,
+        "opens": chart.opens,
+        "tableOpen": chart.table_open,
+    }
+
+
+def _header(page: Page) -> str:
+    links = [("verdict", "Verdict"), *((each.id, each.title) for each in page.sections)]
+    items = "".join(f"<li><a href='#{name}'>{html.escape(title)}</a></li>" for name, title in links)
+    return (
+        "<a class='skip' href='#main'>Skip to the content</a>\n<header>"
+        f"<div class='top'><h1>{html.escape(page.title)}</h1>"
+        "<button type='button' id='theme' aria-pressed='false'>Dark</button></div>"
+        f"<p class='about'>{html.escape(page.about)}</p>"
+        "<noscript><p class='note'>The charts and tables need JavaScript; the words do not.</p></noscript>"
+        f"<nav aria-label='Sections'><ol>{items}</ol></nav></header>"
+    )
+
+
+def _verdict(parts: Mapping[str, Sequence[Sentence]]) -> str:
+    told = "".join(
+        f"<h3>{html.escape(title)}</h3><ul>"
+        + "".join(f"<li>{''.join(map(_part, sentence))}</li>" for sentence in sentences)
+        + "</ul>"
+        for title, sentences in parts.items()
+    )
+    heading = "<h2 id='verdict-title'>Verdict</h2>"
+    return f"<section id='verdict' aria-labelledby='verdict-title'>{heading}{told}</section>"
+
+
+def _part(part: str) -> str:
+    text = html.escape(part)
+    if isinstance(part, Name):
+        return f"<bdi class='name'>{text}</bdi>"
+    return f"<code>{text}</code>" if isinstance(part, Code) else text
+
+
+def _section(section: Section) -> str:
+    name, chart = section.id, section.chart
+    words = "".join(f"<p><bdi>{html.escape(text)}</bdi></p>" for text in section.words)
+    thinned = f"<p class='note' data-thinned>{html.escape(section.thinned)}</p>" if section.thinned else ""
+    pictures = (
+        f"<div class='pictures' id='{name}-pictures'></div>" if "pictures" in (section.extra or {}) else ""
+    )
+    inner = "" if chart is None else _figure(name, section.title, chart)
+    return (
+        f"<section id='{name}' aria-labelledby='{name}-title'>"
+        f"<h2 id='{name}-title'>{html.escape(section.title)}</h2>{words}{thinned}{pictures}{inner}</section>"
+    )
+
+
+def _figure(name: str, title: str, chart: Chart) -> str:
+    menu = figure = spectrum = ""
+    if chart.choose:
+        menu = (
+            f"<label for='{name}-choose'>{html.escape(chart.choose_title)}</label> "
+            f"<select id='{name}-choose'></select>"
+        )
+    buttons = "".join(
+        f"<button type='button' data-save='{kind}' aria-label='Save {html.escape(title)} as "
+        f"{kind}'>{kind}</button>"
+        for kind in (["PNG", "SVG"] if chart.spec is not None else []) + ["CSV"]
+    )
+    if chart.spec is not None:
+        label = html.escape(chart.describe)
+        figure = (
+            f"<figure><div class='chart' id='{name}-chart' role='img' aria-label='{label}'></div></figure>"
+        )
+    if chart.opens == "spectrum":
+        spectrum = (
+            f"<div class='spectrum' id='{name}-spectrum' aria-labelledby='{name}-spectrum-title'>"
+            f"<h3 id='{name}-spectrum-title'>Spectrum of a place</h3>"
+            f"<div class='tools'><label for='{name}-place'>place</label> <select id='{name}-place'></select>"
+            "<span class='buttons'><button type='button' data-save='PNG' data-of='spectrum'>PNG</button>"
+            "<button type='button' data-save='SVG' data-of='spectrum'>SVG</button>"
+            "<button type='button' data-save='CSV' data-of='spectrum'>CSV</button></span></div>"
+            f"<p class='said' id='{name}-said' aria-live='polite'></p>"
+            f"<div class='chart' id='{name}-spectrum-chart' role='img' aria-label='Singular values over the "
+            "largest, in falling order, of the place that the menu names.'></div></div>"
+        )
+    opened = " open" if chart.table_open else ""
+    return (
+        f"<div class='tools'>{menu}<span "
+        f"class='buttons'>{buttons}</span></div>{figure}{spectrum}<details{opened}><summary>Table, "
+        f"{len(chart.rows):,} rows</summary><div class='scroll' tabindex='0' role='region' "
+        f"aria-label='Table: {html.escape(title)}' id='{name}-table'></div></details>"
+    )
+
+
+def _missing(missing: Sequence[Missing]) -> str:
+    if not missing:
+        return ""
+    items = "".join(
+        f"<li>{html.escape(each.title)}: <code>{html.escape(each.remedy)}</code></li>" for each in missing
+    )
+    return (
+        "<section id='missing' aria-labelledby='missing-title'><h2 id='missing-title'>Not in these "
+        f"records</h2><p>These sections are left out; what would add them:</p><ul>{items}</ul></section>"
+    )
+
+
+def _footer() -> str:
+    texts = "\n\n".join(f"{name}\n{_asset(name).strip()}" for name in LICENCES)
+    return (
+        "<footer><p>Made by wellposed from records alone; this page requests nothing.</p>"
+        "<details><summary>Licences of the JavaScript in this page</summary>"
+        f"<pre>{html.escape(texts)}</pre></details></footer>"
+    )
+
+
+def write(text: str, path: str | Path) -> None:
+    """Write a page, making its folder if need be."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,227 @@
+"""From paths to subjects: folders of runs, sweeps and studies, and diagnoses."""
+
+import dataclasses
+import json
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wellposed.records import Record, read_json
+from wellposed.report.environment_words import environment_text
+from wellposed.report.studies import is_study, read_study
+from wellposed.report.subjects import JacobianCurve, Material, Subject, edits_of, with_unique_names
+from wellposed.train.environment import without_secrets
+from wellposed.train.report.run_log import NAME as RUN
+from wellposed.train.report.run_log import read_run
+from wellposed.train.report.summary import summarise
+
+DIAGNOSIS = "diagnosis.json"
+_FREE = ("seed", "start_from", "device", "workers", "placement", "trackers", "keep", "log_every")
+"""Fields in which the runs of one group may differ."""
+
+
+def read_material(paths: Sequence[str | Path]) -> Material:
+    """Read what the paths hold.
+
+    Args:
+        paths: folder of a run, of a sweep, of a study, or a folder of such; a diagnosis, as a JSON file or
+            the folder that ``wellposed diagnose --out`` wrote.
+    """
+    if not paths:
+        raise ValueError("expected runs or diagnoses to report, got none; name their folders.")
+    subjects: list[Subject] = []
+    conclusions: list[str] = []
+    for path in map(Path, paths):
+        found, said = _read(path)
+        subjects += found
+        conclusions += said
+    return Material(tuple(with_unique_names(_grouped(subjects))), tuple(conclusions))
+
+
+def _read(path: Path) -> tuple[list[Subject], list[str]]:
+    if not path.exists():
+        raise FileNotFoundError(f"expected a run or a diagnosis, there is no {path}.")
+    if path.is_file():
+        return [read_diagnosis(path)], []
+    if is_study(path):
+        return read_study(path)
+    if (path / RUN).is_file():
+        return [read_run_folder(path)], []
+    if (path / DIAGNOSIS).is_file():
+        return [read_diagnosis(path / DIAGNOSIS)], []
+    inside = sorted(
+        child
+        for child in path.iterdir()
+        if child.is_dir() and (is_study(child) or (child / RUN).is_file() or (child / DIAGNOSIS).is_file())
+    )
+    if not inside:
+        raise ValueError(
+            f"expected a run ({RUN}), a study (records.jsonl) or a diagnosis ({DIAGNOSIS}) in {path} or in "
+            "its folders, found none; wellposed train --out and wellposed diagnose --out write them."
+        )
+    parts = [_read(child) for child in inside]
+    return [each for found, _ in parts for each in found], [text for _, said in parts for text in said]
+
+
+def read_diagnosis(path: Path) -> Subject:
+    """A file of ``Diagnosis.to_json``."""
+    try:
+        records, about = read_json(path)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"expected a diagnosis as JSON, {path} is none ({error}); wellposed diagnose --out writes one."
+        ) from error
+    name = path.parent.resolve().name if path.name == DIAGNOSIS else path.stem
+    return diagnosis_subject(records, about, name)
+
+
+def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name: str = "") -> Subject:
+    """The subject of a diagnosis that is at hand."""
+    model = str(about.get("model", "model"))
+    told = {
+        "model": model,
+        "weights": about.get("weights"),
+        "data": about.get("data"),
+        "images": about.get("images"),
+        "seed": about.get("seed"),
+        "device": about.get("device"),
+        "torch": about.get("torch"),
+        "measured": ", ".join(map(str, about.get("what", []))) or None,
+    }
+    provenance = {key: str(value) for key, value in told.items() if value not in (None, "")}
+    return Subject(
+        name=name or model,
+        kind="diagnosis",
+        edits=_short_edits([str(edit) for edit in about.get("edits", [])]),
+        key=(model, "diagnosis"),
+        records=tuple(records),
+        measured_on=f"a diagnosis of {about.get('images', 'some')} images",
+        jacobians=_jacobians(records),
+        provenance=provenance | environment_text(about.get("environment") or {}),
+        notes=tuple(map(str, about.get("notes", []))),
+    )
+
+
+def read_run_folder(folder: Path) -> Subject:
+    """A run, with the diagnosis that lies beside its numbers if there is one."""
+    lines, recipe = read_run(folder), _recipe(folder / "recipe.toml")
+    result, summary = _json(folder / "result.json"), summarise(lines)
+    updates = next((line["updates"] for line in lines if line.get("updates")), None)
+    epochs = recipe.get("epochs")
+    if updates and epochs:
+        lines = [{**line, "epoch": line.get("update", 0) * epochs / updates} for line in lines]
+    records, measured_on, jacobians = _monitored(lines), _monitored_on(lines), ()
+    if (folder / DIAGNOSIS).is_file():
+        beside = read_diagnosis(folder / DIAGNOSIS)
+        records, measured_on, jacobians = beside.records, beside.measured_on, beside.jacobians  # type: ignore[assignment]
+    environment = _json(folder / "environment.json") or result.get("environment") or {}
+    told = {
+        "folder": folder.name,
+        "model": recipe.get("model"),
+        "data": recipe.get("data"),
+        "seed": recipe.get("seed"),
+        "epochs": epochs,
+        "precision": recipe.get("precision"),
+        "finished": "yes" if summary["finished"] else f"no, stopped at update {summary['updates']}",
+        "device": (result.get("about") or {}).get("device"),
+    }
+    fields = {key: without_secrets(str(value)) for key, value in told.items() if value is not None}
+    whole = {f"recipe: {key}": without_secrets(str(value)) for key, value in recipe.items()}
+    return Subject(
+        name=folder.resolve().name,
+        kind="run",
+        seed=recipe.get("seed"),
+        edits=edits_of(recipe),
+        key=(str(recipe.get("model")), str(recipe.get("data"))),
+        recipe=recipe,
+        lines=lines,
+        summary=summary,
+        records=records,
+        measured_on=measured_on,
+        jacobians=jacobians,
+        provenance=fields | environment_text(environment) | whole,
+        notes=tuple(str(line["text"]) for line in lines if line["event"] == "warning" and "text" in line),
+    )
+
+
+def _grouped(subjects: Sequence[Subject]) -> list[Subject]:
+    """Runs of one recipe with several seeds get a group, named by their edits if these tell them apart."""
+    keys = [
+        json.dumps({k: v for k, v in each.recipe.items() if k not in _FREE}, sort_keys=True, default=str)
+        if each.kind == "run" and each.recipe and not each.group
+        else None
+        for each in subjects
+    ]
+    counts = Counter(key for key in keys if key is not None)
+    labels: dict[str, str] = {}
+    for key, subject in zip(keys, subjects, strict=True):
+        if key is not None and counts[key] > 1 and key not in labels:
+            label = ", ".join(subject.edits) or "no edits"
+            labels[key] = label if label not in labels.values() else f"{label} ({subject.name} and others)"
+    return [
+        dataclasses.replace(each, group=labels[key]) if key in labels else each
+        for key, each in zip(keys, subjects, strict=True)
+    ]
+
+
+def _monitored(lines: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
+    """The monitor's last look as records."""
+    last: Mapping[str, Any] = next((line for line in reversed(lines) if line["event"] == "monitor"), {})
+    found = []
+    for key, value in last.items():
+        measure, _, place = key.partition("/")
+        block, _, position = place.partition("/")
+        if measure in ("kappa", "entropy") and block.isdigit() and isinstance(value, (int, float)):
+            found.append(Record(measure=measure, value=value, block=int(block), position=position))
+    return tuple(found)
+
+
+def _monitored_on(lines: Sequence[Mapping[str, Any]]) -> str:
+    last = next((line for line in reversed(lines) if line["event"] == "monitor"), None)
+    return "" if last is None else f"the monitor's last look, at update {last.get('update')}"
+
+
+def _jacobians(records: Sequence[Record]) -> tuple[JacobianCurve, ...]:
+    found = []
+    for record in records:
+        if record.measure == "jacobian kappa" and record.curve and record.curve[0] > 0:
+            panel = f"block {record.block}, {record.position}"
+            values = tuple(value / record.curve[0] for value in record.curve)
+            curve = {"line": "", "eps": None, "image": 0, "points": len(values), "values": values}
+            found.append(JacobianCurve(panel=panel, **curve))  # type: ignore[arg-type]
+    return tuple(found)
+
+
+def _short_edits(edits: Sequence[str]) -> tuple[str, ...]:
+    """Edits of a kind at several blocks as one."""
+    kinds: dict[str, list[str]] = {}
+    for edit in edits:
+        kinds.setdefault(" ".join(edit.split(" ")[:2]), []).append(edit)
+    return tuple(
+        _rounded(same[0] if len(same) == 1 else f"{kind} in {len(same)} places: {same[0].split(' ', 3)[-1]}")
+        for kind, same in kinds.items()
+    )
+
+
+def _rounded(text: str) -> str:
+    """Long fractions to four digits."""
+    return re.sub(r"\d*\.\d{6,}", lambda number: f"{float(number[0]):.4g}", text)
+
+
+def _recipe(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"expected the recipe of a run in {path}, it is no TOML: {error}.") from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found

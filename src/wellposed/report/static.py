@@ -1,0 +1,208 @@
+"""The figures of the page as PNG and SVG files, by matplotlib, from the same rows."""
+
+import base64
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from wellposed.report.building import sections
+from wellposed.report.charts import Budget, Section, distinct
+from wellposed.report.subjects import Material
+
+DPI = 200
+MOST_PANELS = 12
+_WHOLE = Budget(points=10**9, curve=10**9)
+"""A file for a paper holds every point."""
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def write_static(material: Material, folder: str | Path, *, images: Path | None = None) -> list[Path]:
+    """Write ``NAME.png`` and ``NAME.svg`` for each section that has a figure; returns the files."""
+    figure_class, canvas = _matplotlib()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    found, _ = sections(material, _WHOLE, images)
+    for section in found:
+        draw = _DRAWN.get(section.id)
+        if draw is None or section.chart is None or (section.chart.spec is None and section.id != "graying"):
+            continue
+        figure = figure_class(constrained_layout=True)
+        canvas(figure)
+        draw(figure, section)
+        for kind in ("png", "svg"):
+            written.append(folder / f"{section.id}.{kind}")
+            # Without a date the same records give the same file.
+            metadata = {"Date": None} if kind == "svg" else None
+            figure.savefig(written[-1], dpi=DPI, metadata=metadata)
+    return written
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "static figures need matplotlib, which is not installed: pip install 'wellposed[plot]'."
+        ) from error
+    return Figure, FigureCanvasAgg
+
+
+def _plain(text: object) -> str:
+    """A name as matplotlib draws it: a dollar would begin a formula."""
+    return str(text).replace("$", r"\$")
+
+
+def _rows(section: Section) -> Rows:
+    assert section.chart is not None
+    return section.chart.records()
+
+
+def _panels(figure: Any, names: Sequence[str], width: float, height: float) -> list[Any]:
+    columns = min(len(names), 3)
+    lines = -(-len(names) // columns)
+    figure.set_size_inches(width * columns, height * lines)
+    plots = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for plot in plots[len(names) :]:
+        plot.set_axis_off()
+    for plot, name in zip(plots, names, strict=False):
+        plot.set_title(_plain(name), fontsize=9)
+    return plots
+
+
+def _heat(figure: Any, section: Section, x: str, value: str, label: str, colours: str) -> None:
+    rows = _rows(section)
+    names = distinct(row["run"] for row in rows)[:MOST_PANELS]
+    wide, tall = (len({row[key] for row in rows}) for key in (x, "block"))
+    plots = _panels(figure, names, 1.6 + 0.34 * wide, 1.5 + 0.24 * tall)
+    numbers = [row[value] for row in rows]
+    image = None
+    for plot, name in zip(plots, names, strict=False):
+        own = [row for row in rows if row["run"] == name]
+        columns, blocks = distinct(row[x] for row in own), sorted({row["block"] for row in own})
+        if x == "head":
+            columns = sorted(columns, key=lambda head: (not head.isdigit(), len(head), head))
+        grid = np.full((len(blocks), len(columns)), np.nan)
+        for row in own:
+            grid[blocks.index(row["block"]), columns.index(row[x])] = row[value]
+        image = plot.imshow(grid, aspect="auto", cmap=colours, vmin=min(numbers), vmax=max(numbers))
+        plot.set_xticks(
+            range(len(columns)), columns, rotation=40 if x == "position" else 0, ha="right", fontsize=8
+        )
+        plot.set_yticks(range(len(blocks)), blocks, fontsize=8)
+        plot.set_ylabel("block")
+        for row in own:
+            if row.get("status") == "at least":
+                place = (columns.index(row[x]), blocks.index(row["block"]))
+                plot.text(*place, "≥", ha="center", va="center", fontsize=8, color="white")
+    figure.colorbar(image, ax=plots, label=label)
+
+
+def _draw_conditioning(figure: Any, section: Section) -> None:
+    _heat(figure, section, "position", "ln_kappa", "ln kappa", "YlOrRd")
+
+
+def _draw_density(figure: Any, section: Section) -> None:
+    _heat(figure, section, "head", "entropy", "entropy, 1 is uniform", "Blues")
+
+
+def _draw_runs(figure: Any, section: Section) -> None:
+    rows = [row for row in _rows(section) if row["accuracy"] is not None]
+    figure.set_size_inches(6, 1 + 0.4 * len(rows))
+    plot = figure.subplots()
+    for place, row in enumerate(rows):
+        bar = row.get("accuracy_deviation")
+        plot.errorbar(row["accuracy"], place, xerr=bar, marker="o", capsize=3, color=f"C{place % 10}")
+    plot.set_yticks(range(len(rows)), [_plain(row["name"]) for row in rows], fontsize=8)
+    plot.invert_yaxis()
+    plot.set_xlabel("test accuracy, %; bars: one standard deviation over the seeds")
+
+
+def _draw_bounds(figure: Any, section: Section) -> None:
+    rows = [row for row in _rows(section) if row["bound"] is not None]
+    names = distinct(row["run"] for row in rows)[:MOST_PANELS]
+    for plot, name in zip(_panels(figure, names, 4.2, 3.6), names, strict=False):
+        own = [row for row in rows if row["run"] == name]
+        for measure in distinct(row["measure"] for row in own):
+            of = [row for row in own if row["measure"] == measure]
+            plot.scatter(
+                [row["measured"] for row in of], [row["bound"] for row in of], s=12, label=_plain(measure)
+            )
+        plot.axline((1, 1), slope=1, color="grey", linestyle="--", linewidth=1)
+        plot.set(xscale="log", yscale="log", xlabel="measured kappa", ylabel="bound")
+        plot.legend(frameon=False, fontsize=7)
+
+
+def _draw_jacobian(figure: Any, section: Section) -> None:
+    rows = _rows(section)
+    names = distinct(row["panel"] for row in rows)[:MOST_PANELS]
+    lines = distinct(row["line"] for row in rows)
+    for plot, name in zip(_panels(figure, names, 4.2, 3.2), names, strict=False):
+        curves: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+        for row in rows:
+            if row["panel"] == name:
+                curves.setdefault((row["line"], row["run"], row["curve"]), []).append(row)
+        seen: set[str] = set()
+        for (line, *_), points in curves.items():
+            label = None if line in seen else _plain(line)
+            seen.add(line)
+            values = [max(point["value"], 1e-8) for point in points]
+            style = {"color": f"C{lines.index(line) % 10}", "linewidth": 1.2}
+            plot.plot([point["share"] for point in points], values, label=label, **style)
+        plot.set(yscale="log", xlabel="share of the singular values", ylabel="singular value / largest")
+        plot.legend(frameon=False, fontsize=7)
+
+
+def _draw_training(figure: Any, section: Section) -> None:
+    rows = _rows(section)
+    assert section.chart is not None
+    assert section.chart.spec is not None
+    panels = [panel["title"]["text"] for panel in section.chart.spec["vconcat"]]
+    time = section.chart.spec["vconcat"][0]["encoding"]["x"]["field"]
+    figure.set_size_inches(6.4, 1.5 * len(panels) + 0.6)
+    plots = list(figure.subplots(len(panels), 1, squeeze=False, sharex=True).flat)
+    groups = distinct(row["group"] for row in rows)
+    curves: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        curves.setdefault((row["panel"], row["group"], row["run"], row["number"]), []).append(row)
+    for (panel, group, _, number), points in curves.items():
+        style = {"color": f"C{groups.index(group) % 10}", "linestyle": "--" if number == "test loss" else "-"}
+        times, values = [point[time] for point in points], [point["value"] for point in points]
+        plots[panels.index(panel)].plot(times, values, linewidth=1.1, **style)
+    for plot, panel in zip(plots, panels, strict=True):
+        plot.set_title(panel, fontsize=9, loc="left")
+        if panel.startswith("kappa"):
+            plot.set_yscale("log")
+    plots[-1].set_xlabel(time)
+    for place, group in enumerate(groups):
+        plots[0].plot([], [], color=f"C{place % 10}", label=_plain(group))
+    plots[0].legend(frameon=False, fontsize=7)
+
+
+def _draw_graying(figure: Any, section: Section) -> None:
+    pictures = (section.extra or {})["pictures"]
+    wide = max(len(picture["steps"]) for picture in pictures)
+    figure.set_size_inches(1.25 * wide, 1.5 * len(pictures))
+    for line, picture in zip(figure.subplots(len(pictures), wide, squeeze=False), pictures, strict=True):
+        for plot, step in zip(line, picture["steps"], strict=True):
+            content = base64.b64decode(step["src"].partition(",")[2])
+            plot.imshow(np.asarray(Image.open(io.BytesIO(content)).convert("RGB")), interpolation="nearest")
+            plot.set_title(step["label"].replace(", ", "\n"), fontsize=7)
+            plot.set_axis_off()
+
+
+_DRAWN: Mapping[str, Callable[[Any, Section], None]] = {
+    "runs": _draw_runs,
+    "conditioning": _draw_conditioning,
+    "density": _draw_density,
+    "bounds": _draw_bounds,
+    "jacobian": _draw_jacobian,
+    "training": _draw_training,
+    "graying": _draw_graying,
+}

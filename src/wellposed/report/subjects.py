@@ -1,0 +1,126 @@
+"""What a report is about: runs and diagnoses in one form, whatever files they came from."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from wellposed.records import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class JacobianCurve:
+    """One spectrum of a Jacobian, over its largest value.
+
+    Args:
+        panel: curves of one panel are drawn together.
+        line: its name among them; several images and seeds may share it.
+        points: number of values that the whole curve would have; ``values`` may be its upper part.
+    """
+
+    panel: str
+    line: str
+    eps: float | None
+    image: int
+    points: int
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A run, or a diagnosis of a model.
+
+    Args:
+        name: unique in a report.
+        group: runs that differ in their seed alone share it.
+        kind: where its numbers come from.
+        seed: of a run.
+        edits: in words; none for the plain model.
+        key: of what else must be equal to tell what the edits changed: model and data.
+        recipe: of a run, plain values.
+        lines: of ``run.jsonl`` that count; each has ``epoch`` where it is known.
+        summary: as :func:`wellposed.train.report.summarise` gives it.
+        records: of a diagnosis, of a study, or of the monitor's last look.
+        measured_on: in words, where the records come from.
+        jacobians: spectra that are no records.
+        provenance: name -> text.
+    """
+
+    name: str
+    group: str = ""
+    kind: Literal["run", "diagnosis"]
+    seed: int | None = None
+    edits: tuple[str, ...] = ()
+    key: tuple[str, ...] = ()
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    lines: Sequence[Mapping[str, Any]] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    records: tuple[Record, ...] = ()
+    measured_on: str = ""
+    jacobians: tuple[JacobianCurve, ...] = ()
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def select(self, measure: str) -> list[Record]:
+        return [record for record in self.records if record.measure == measure]
+
+    @property
+    def test(self) -> Mapping[str, Any]:
+        """The last test; empty without one."""
+        return self.summary.get("test") or {}
+
+
+@dataclass(frozen=True)
+class Material:
+    """Everything that a report is made from: the subjects, and what studies concluded, in sentences."""
+
+    subjects: tuple[Subject, ...]
+    conclusions: tuple[str, ...] = ()
+
+    def groups(self) -> dict[str, list[Subject]]:
+        found: dict[str, list[Subject]] = {}
+        for subject in self.subjects:
+            found.setdefault(subject.group, []).append(subject)
+        return found
+
+
+def with_unique_names(subjects: Sequence[Subject]) -> list[Subject]:
+    """The second of a name is called ``name (2)``; a subject without a group is one of its own.
+
+    >>> [each.name for each in with_unique_names([Subject(name="a", kind="run")] * 2)]
+    ['a', 'a (2)']
+    """
+    named: list[Subject] = []
+    taken: set[str] = set()
+    for subject in subjects:
+        name, number = subject.name, 1
+        while name in taken:
+            number += 1
+            name = f"{subject.name} ({number})"
+        taken.add(name)
+        named.append(replace(subject, name=name, group=subject.group or name))
+    return named
+
+
+def edits_of(recipe: Mapping[str, Any]) -> tuple[str, ...]:
+    """The edits of a recipe in words.
+
+    >>> edits_of({"graying": "dct", "eps": 0.95, "gray_where": "pixels", "broadcast": "cb"})
+    ('graying dct, eps 0.95, at pixels', 'broadcasting cb at mlp.end')
+    """
+    told = []
+    if recipe.get("graying"):
+        power = [f"{name} {recipe[name]}" for name in ("eps", "eps_end", "target_kappa") if recipe.get(name)]
+        if recipe.get("eps_per_block"):
+            power.append(f"eps {recipe['eps_per_block']} by block")
+        where = f"at {recipe.get('gray_where', 'embedding')}{_blocks(recipe.get('gray_blocks'))}"
+        told.append(", ".join([f"graying {recipe['graying']}", *power, where]))
+    if recipe.get("broadcast"):
+        where = f"{recipe.get('broadcast_where', 'mlp.end')}{_blocks(recipe.get('broadcast_blocks'))}"
+        told.append(f"broadcasting {recipe['broadcast']} at {where}")
+    if recipe.get("remove_skips"):
+        told.append(f"no {recipe['remove_skips']} skips{_blocks(recipe.get('skip_blocks'))}")
+    return tuple(told)
+
+
+def _blocks(blocks: object) -> str:
+    return "" if blocks in (None, "", []) else f", blocks {blocks}"

@@ -1,0 +1,130 @@
+"""Training curves, with kappa and density on the same time axis."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from wellposed.report.charts import Budget, Chart, Missing, Section, columns, distinct, finite
+from wellposed.report.subjects import Material, Subject
+from wellposed.report.thinning import thin
+
+TITLE = "Training"
+_LEAST = 12  # points of a line, however many lines there are
+
+
+class Curve(NamedTuple):
+    """One number of one run over its updates."""
+
+    subject: Subject
+    panel: str
+    number: str
+    times: list[tuple[float | None, int | None]]  # epoch, update
+    values: list[float]
+
+
+def training_section(material: Material, budget: Budget) -> Section | Missing:
+    curves = [curve for subject in material.subjects for curve in curves_of(subject)]
+    if not curves:
+        return Missing(TITLE, "wellposed train, whose folders this report then takes")
+    most = max(budget.points // len(curves), _LEAST)
+    has_epochs = all(epoch is not None for curve in curves for epoch, _ in curve.times)
+    rows: list[tuple[Any, ...]] = []
+    for curve in curves:
+        for place, value in thin(curve.values, most):
+            epoch, update = curve.times[place]
+            rows.append(
+                (curve.subject.group, curve.subject.name, curve.panel, curve.number, epoch, update, value)
+            )
+    panels = sorted(distinct(curve.panel for curve in curves), key=_rank)
+    total, longest = sum(len(curve.values) for curve in curves), max(len(curve.values) for curve in curves)
+    thinned = ""
+    if longest > most:
+        thinned = (
+            f"{len(rows):,} of {total:,} points are drawn, at most {most} of a line: of each stretch of a "
+            "line the lowest and the highest, so that no spike is lost. run.jsonl has them all."
+        )
+    words = (
+        "Loss (solid in training, dashed in tests), accuracy of the tests, the condition number of the "
+        "worst block at each position, and the mean entropy of attention, all over the same time.",
+    )
+    chart = Chart(
+        columns=columns(
+            group="variant",
+            run="run",
+            panel="-panel",
+            number="number",
+            epoch="epoch",
+            update="update",
+            value="value",
+        ),
+        rows=tuple(rows),
+        spec=_spec(panels, "epoch" if has_epochs else "update", distinct(row[0] for row in rows)),
+        describe="Line charts one below the other with a common time axis: "
+        + ", ".join(panels)
+        + ". The table below has the same numbers.",
+    )
+    return Section(id="training", title=TITLE, words=words, chart=chart, thinned=thinned)
+
+
+def curves_of(subject: Subject) -> Iterator[Curve]:
+    """The numbers of a run that are drawn."""
+    for event, name, panel, number in (
+        ("train", "loss", "loss", "training loss"),
+        ("test", "loss", "loss", "test loss"),
+        ("test", "accuracy", "accuracy", "test accuracy"),
+    ):
+        yield from _curve(subject, event, name, panel, number)
+    keys = distinct(key for line in subject.lines if line["event"] == "monitor" for key in line)
+    for key in keys:
+        if key.startswith("kappa/") and key.endswith("/worst"):
+            panel = f"kappa {key.split('/')[1]}"
+            yield from _curve(subject, "monitor", key, panel, f"{panel}, worst block")
+    yield from _curve(subject, "monitor", "entropy/mean", "entropy", "entropy, mean")
+
+
+def _curve(subject: Subject, event: str, name: str, panel: str, number: str) -> Iterator[Curve]:
+    lines: list[Mapping[str, Any]] = [
+        line for line in subject.lines if line["event"] == event and finite(line.get(name)) is not None
+    ]
+    if lines:
+        times = [(line.get("epoch"), line.get("update")) for line in lines]
+        yield Curve(subject, panel, number, times, [line[name] for line in lines])
+
+
+def _rank(panel: str) -> tuple[int, str]:
+    first = panel.split(" ")[0]
+    return ["loss", "accuracy", "kappa", "entropy"].index(first), panel
+
+
+def _spec(panels: list[str], time: str, groups: list[str]) -> dict[str, Any]:
+    return {"vconcat": [_panel(panel, time, groups, panel == panels[-1]) for panel in panels], "spacing": 14}
+
+
+def _panel(panel: str, time: str, groups: list[str], is_last: bool) -> dict[str, Any]:
+    scale: dict[str, Any] = {"zero": False}
+    axis: dict[str, Any] = {"minExtent": 46, "maxExtent": 46, "tickCount": 4}
+    if panel.startswith("kappa"):
+        scale, axis = {"type": "log", "nice": False}, axis | {"format": "~e", "labelOverlap": True}
+    elif panel == "accuracy":
+        axis |= {"format": ".0%"}
+    encoding: dict[str, Any] = {
+        "x": {
+            "field": time,
+            "type": "quantitative",
+            "title": time if is_last else None,
+            "axis": {"labels": is_last, "ticks": is_last},
+        },
+        "y": {"field": "value", "type": "quantitative", "title": None, "scale": scale, "axis": axis},
+        "color": {"field": "group", "type": "nominal", "title": None, "sort": groups},
+        "detail": [{"field": "run"}, {"field": "number"}],
+        "tooltip": [{"field": name} for name in ("run", "number")],
+    }
+    if panel == "loss":
+        dash = {"domain": ["training loss", "test loss"], "range": [[1, 0], [5, 3]]}
+        encoding["strokeDash"] = {"field": "number", "type": "nominal", "legend": None, "scale": dash}
+    return {
+        "title": {"text": panel, "anchor": "start", "fontSize": 12, "offset": 4},
+        "height": 110,
+        "transform": [{"filter": {"field": "panel", "equal": panel}}],
+        "mark": {"type": "line", "strokeWidth": 1.6, "opacity": 0.85, "point": False},
+        "encoding": encoding,
+    }

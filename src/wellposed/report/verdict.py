@@ -1,0 +1,173 @@
+"""The verdict in words: the worst place, what the edits changed, what to try next.
+
+Sentences are lists of parts, of which a :class:`Name` is text that somebody else chose: the page keeps it
+apart, so that it cannot run into the sentence around it.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from wellposed.linalg import KAPPA_LIMIT
+from wellposed.records import short
+from wellposed.report.comparing import accuracy, log_worst, mean_entropy, mean_log, spread, worst
+from wellposed.report.subjects import Material, Subject
+
+LARGE_KAPPA = 1e3
+DENSE = 0.95
+"""Mean entropy from which attention is called dense."""
+SEEDS = 3
+MOST = 8
+"""Variants that get a sentence; the table has all."""
+
+
+class Name(str):
+    """A name of a run, a model or a class."""
+
+    __slots__ = ()
+
+
+class Code(str):
+    """Something to type."""
+
+    __slots__ = ()
+
+
+Sentence = tuple[str | Name | Code, ...]
+
+
+def verdict(material: Material) -> dict[str, list[Sentence]]:
+    """Heading -> sentences; a heading without sentences is left out."""
+    groups = material.groups()
+    parts: dict[str, list[Sentence]] = {
+        "What is worst": list(_worst(groups)),
+        "What the edits changed": list(_changes(groups)),
+        "What the studies say": [(text,) for text in material.conclusions],
+        "What to try next": list(_next(material, groups)),
+    }
+    return {title: sentences for title, sentences in parts.items() if sentences}
+
+
+def _worst(groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
+    found = [(subject, record) for of in groups.values() for subject in of if (record := worst(subject))]
+    if not found:
+        yield ("No condition numbers are in these records.",)
+        return
+    found.sort(key=lambda pair: pair[1].value or 0.0, reverse=True)
+    for subject, record in found[: min(MOST, 3)]:
+        images = f", median over {record.images} images" if record.images else ""
+        yield (
+            "In ",
+            Name(subject.name),
+            f" the worst place is block {record.block}, {record.position}: kappa {record.text()} "
+            f"(ln kappa {record.log:.2f}{images}).{_comparison(subject)}",
+        )
+    if len(found) > 3:
+        yield (f"{len(found) - 3} more runs and diagnoses are in the table below, none of them worse.",)
+
+
+def _comparison(subject: Subject) -> str:
+    """Attention beside the FFN, which is the papers' point."""
+    attention, ffn = (mean_log(subject, f"{role}.branch") for role in ("attention", "ffn"))
+    if attention is None or ffn is None:
+        return ""
+    more, times = attention > ffn, short(math.exp(abs(attention - ffn)))
+    return (
+        f" Over the blocks, what attention adds is {times} times {'worse' if more else 'better'} conditioned "
+        "than what the FFN adds."
+    )
+
+
+def _changes(groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
+    count = 0
+    for name, subjects in groups.items():
+        edits = subjects[0].edits
+        plain = next(
+            (
+                (other, of)
+                for other, of in groups.items()
+                if not of[0].edits and of[0].key == subjects[0].key and of[0].kind == subjects[0].kind
+            ),
+            None,
+        )
+        if not edits or plain is None:
+            continue
+        count += 1
+        if count > MOST:
+            continue
+        told = [text for text in (_accuracy(subjects, plain[1]), _kappa(subjects, plain[1])) if text]
+        told += [text for text in (_entropy(subjects, plain[1]),) if text]
+        if told:
+            yield (Name(name), f" ({'; '.join(edits)}) beside ", Name(plain[0]), f": {'; '.join(told)}.")
+    if count > MOST:
+        yield (f"{count - MOST} more edited variants are in the table below.",)
+
+
+def _accuracy(edited: Sequence[Subject], plain: Sequence[Subject]) -> str:
+    a, b = spread(map(accuracy, edited)), spread(map(accuracy, plain))
+    if a is None or b is None:
+        return ""
+    change = a.mean - b.mean
+    said = f"accuracy {b.mean:.2f} -> {a.mean:.2f} % ({change:+.2f} points, n = {b.n} and {a.n})"
+    known = [each.deviation for each in (a, b) if each.deviation is not None]
+    if not known:
+        return f"{said}, one run a side, so no deviation to hold it against"
+    deviation = math.hypot(*known)
+    return f"{said}, {'more' if abs(change) > deviation else 'less'} than its deviation of {deviation:.2f}"
+
+
+def _kappa(edited: Sequence[Subject], plain: Sequence[Subject]) -> str:
+    parts = []
+    for position in ("input", "attention.branch", "ffn.branch"):
+        a = spread(mean_log(subject, position) for subject in edited)
+        b = spread(mean_log(subject, position) for subject in plain)
+        if a is not None and b is not None:
+            parts.append(f"{position} {b.mean:.2f} -> {a.mean:.2f}")
+    return f"mean ln kappa of {', '.join(parts)}" if parts else ""
+
+
+def _entropy(edited: Sequence[Subject], plain: Sequence[Subject]) -> str:
+    a, b = spread(map(mean_entropy, edited)), spread(map(mean_entropy, plain))
+    return "" if a is None or b is None else f"mean entropy {b.mean:.4f} -> {a.mean:.4f}"
+
+
+def _next(material: Material, groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
+    every = material.subjects
+    edits = " ".join(edit for subject in every for edit in subject.edits)
+    bad = [log for subject in every if (log := log_worst(subject)) is not None]
+    if any(subject.summary and not subject.summary.get("finished", True) for subject in every):
+        yield ("Some runs did not finish: the same ", Code("wellposed train"), " command goes on with them.")
+    if bad and max(bad) >= math.log(0.99 * KAPPA_LIMIT):
+        advice = "Some tokens are beyond what float32 can tell from rank deficient. "
+        if "no attention skips" in edits or "no both skips" in edits or "remove_skips attention" in edits:
+            yield (advice + "Put attention's skips back first (", Code("wp.restore(model)"), ").")
+        else:
+            yield (advice + "Look at those blocks first.",)
+    if bad and max(bad) >= math.log(LARGE_KAPPA) and "gray" not in edits:
+        yield (
+            "Kappa is large and nothing is grayed: try ",
+            Code("wp.gray_tokens(model, eps=0.7)"),
+            " or ",
+            Code("wellposed train --graying spectral --eps 0.7"),
+            ".",
+        )
+    elif "gray" in edits:
+        yield (
+            "Tokens are grayed already: try another eps or place (",
+            Code("wellposed study eps-sweep"),
+            ").",
+        )
+    dense = [value for subject in every if (value := mean_entropy(subject)) is not None]
+    if dense and max(dense) >= DENSE and "broadcast" not in edits:
+        yield (
+            f"Attention is dense (mean entropy up to {max(dense):.3f}): Context Broadcasting gives it the "
+            "mean of the tokens for nothing: try ",
+            Code("wp.broadcast_context(model)"),
+            ".",
+        )
+    runs = [len(of) for of in groups.values() if of[0].kind == "run"]
+    if runs and min(runs) < SEEDS:
+        yield (
+            f"Some variants have fewer than {SEEDS} seeds; differences of single runs are often chance: ",
+            Code("wellposed sweep RECIPES --seeds 0-2"),
+            ".",
+        )
