@@ -3,7 +3,7 @@
 from typing import Any
 
 from wellposed.linalg.bounds import VERDICTS
-from wellposed.report.charts import Budget, Chart, Missing, Section, columns, finite, most_told
+from wellposed.report.charts import LOG_AXIS, Budget, Chart, Missing, Section, columns, finite, most_told
 from wellposed.report.subjects import Material
 
 TITLE = "Measured against bound"
@@ -51,7 +51,8 @@ def bounds_section(material: Material, budget: Budget) -> Section | Missing:
 
 def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
     drawn = [value for row in rows if row[6] is not None for value in (row[5], row[6])]
-    ends = [min(drawn), max(drawn)] if drawn else [1, 10]
+    # Room for the points at the edge.
+    ends = [min(drawn) / 3, max(drawn) * 3] if drawn else [1, 10]
     verdicts = {name.replace(" ", "_"): name for name in VERDICTS}
     scale = {"type": "log", "nice": False, "domain": ends}
     return Chart(
@@ -87,14 +88,14 @@ def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
                             "type": "quantitative",
                             "scale": scale,
                             "title": "measured kappa",
-                            "axis": LOG_AXIS,
+                            "axis": dict(LOG_AXIS),
                         },
                         "y": {
                             "field": "bound",
                             "type": "quantitative",
                             "scale": scale,
                             "title": "bound",
-                            "axis": LOG_AXIS,
+                            "axis": dict(LOG_AXIS),
                         },
                         "color": {"field": "measure", "type": "nominal", "title": None},
                         "shape": {"field": "measure", "type": "nominal", "title": None},
@@ -112,9 +113,6 @@ def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
         choose_title="run",
         chosen=most_told(rows),
     )
-
-
-LOG_AXIS = {"format": "~e", "tickCount": 6, "labelOverlap": True}
 
 
 def _counts(verdicts: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ The rows are the chart's data, the table beside it and the CSV file at once, so 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,15 @@ def columns(**titles: str) -> tuple[Column, ...]:
         Column(key=key, title=title.lstrip("-"), hidden=title.startswith("-"))
         for key, title in titles.items()
     )
+
+
+LOG_AXIS: Mapping[str, Any] = {
+    "format": "~e",
+    "tickCount": 6,
+    "labelOverlap": True,
+    "labelExpr": "datum.value >= 1 && datum.value < 10000 ? '' + datum.value : replace(datum.label, '+', '')",
+}
+"""Of condition numbers and singular values: 200, 5e6, 1e-3."""
 
 
 def finite(value: object) -> float | int | None:

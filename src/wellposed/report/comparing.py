@@ -73,13 +73,13 @@ _MEASURES: Mapping[str, tuple[str, Any]] = {
 
 
 def comparing_section(material: Material, budget: Budget) -> Section:
-    titles: dict[str, str] = {"name": "variant", "edits": "edits", "n": "n"}
+    titles: dict[str, str] = {"name": "variant", "n": "n"}
     for key, (title, _) in _MEASURES.items():
         titles |= {key: title, f"{key}_deviation": "±"}
-    titles["place"] = "worst place"
+    titles |= {"place": "worst place", "edits": "edits"}
     rows = [_row(name, subjects) for name, subjects in material.groups().items()]
     empty = {
-        key for index, key in enumerate(titles) if index > 2 and all(row[index] in (None, "") for row in rows)
+        key for index, key in enumerate(titles) if index > 1 and all(row[index] in (None, "") for row in rows)
     }
     kept = [index for index, key in enumerate(titles) if key not in empty]
     shown = tuple(tuple(row[index] for index in kept) for row in rows)
@@ -104,13 +104,14 @@ def comparing_section(material: Material, budget: Budget) -> Section:
 
 
 def _row(name: str, subjects: Sequence[Subject]) -> tuple[Any, ...]:
-    cells: list[Any] = [name, "; ".join(subjects[0].edits) or "none", len(subjects)]
+    cells: list[Any] = [name, len(subjects)]
     for _, measure in _MEASURES.values():
         found = spread(measure(subject) for subject in subjects)
         cells += [None, None] if found is None else [found.mean, found.deviation]
     places = [record for record in map(worst, subjects) if record is not None]
     bad = max(places, key=lambda record: record.value or 0.0, default=None)
     cells.append("" if bad is None else f"block {bad.block}, {bad.position}")
+    cells.append("; ".join(subjects[0].edits) or "none")
     return tuple(cells)
 
 
@@ -120,7 +121,6 @@ def _spec(names: Sequence[str]) -> dict[str, Any]:
         "type": "nominal",
         "title": None,
         "sort": list(names),
-        "axis": {"labelLimit": 150},
     }
     value = {"type": "quantitative", "title": "test accuracy, %", "scale": {"zero": False}}
     # Without a deviation there is no bar.

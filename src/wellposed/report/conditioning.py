@@ -1,11 +1,11 @@
 """The heat map: ln kappa of each block and position, and the spectrum that a click opens."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from wellposed.records import Record
-from wellposed.report.charts import Budget, Chart, Missing, Section, columns, distinct, most_told, picked
+from wellposed.report.charts import Budget, Chart, Missing, Section, columns, most_told, picked
 from wellposed.report.subjects import Material, Subject
 
 TITLE = "Conditioning, block by block"
@@ -36,7 +36,7 @@ def conditioning_section(material: Material, budget: Budget) -> Section | Missin
         "darker (in the dark, the brighter), the worse. ≥ marks a lower bound: the arithmetic cannot tell "
         "more. Choose a cell, or a place in the menu below, to see its singular values."
     ]
-    positions = distinct(row[3] for row in rows)
+    positions = sorted_positions(row[3] for row in rows)
     chart = Chart(
         columns=_COLUMNS,
         rows=tuple(rows),
@@ -62,6 +62,22 @@ def conditioning_section(material: Material, budget: Budget) -> Section | Missin
         thinned=spectra.thinned(),
         extra={"spectra": spectra.curves} if spectra.curves else None,
     )
+
+
+def sorted_positions(positions: Iterable[str]) -> list[str]:
+    """In the order in which tokens pass them.
+
+    >>> sorted_positions(["ffn.branch", "attention.sum", "attention.branch", "input"])
+    ['input', 'attention.branch', 'attention.sum', 'ffn.branch']
+    """
+    parts, roles = ("branch", "skip", "sum"), ("", "local", "mixer", "attention", "ffn")
+
+    def place(position: str) -> tuple[int, str, int]:
+        role, _, part = position.rpartition(".")
+        known = roles.index(role) if role in roles else len(roles)
+        return known, role, parts.index(part) if part in parts else -1
+
+    return sorted(set(positions), key=place)
 
 
 def heat_map(

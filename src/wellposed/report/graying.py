@@ -23,7 +23,7 @@ from wellposed.report.subjects import Material
 TITLE = "What graying does to an image"
 EPS = (0.9, 0.7, 0.5)
 Method = Literal["svd", "dct"]
-_METHODS = ("spectral", "svd", "dct")
+_TITLES = {"spectral": "Spectral", "svd": "SVD", "dct": "DCT"}
 
 
 def graying_section(material: Material, budget: Budget, images: Path | None = None) -> Section:
@@ -69,9 +69,9 @@ def graying_section(material: Material, budget: Budget, images: Path | None = No
         describe="Condition numbers of the patch matrices before and after graying.",
     )
     words = (
-        f"{method} graying of the pixel patches ({shown.patch} x {shown.patch}), shown on {shown.source}. "
-        "After graying, values outside 0 to 1 are cut off for the picture. In a difference, grey is no "
-        "change, and black and white are the largest change of that image, which the table has.",
+        f"{_TITLES[method]} graying of the pixel patches ({shown.patch} x {shown.patch}), shown on "
+        f"{shown.source}. After graying, values outside 0 to 1 are cut off for the picture. In a difference, "
+        "grey is no change, and black and white are the largest change of that image, which the table has.",
     )
     extra = {"pictures": [{"name": n, "steps": p} for n, p in zip(shown.names, pictures, strict=True)]}
     return Section(id="graying", title=TITLE, words=words, chart=chart, extra=extra)
@@ -98,7 +98,7 @@ def _kappas(images: Tensor, patch: int) -> tuple[list[float], list[bool]]:
 
 def _method(material: Material) -> str:
     used: Sequence[str] = distinct(each.recipe.get("graying") for each in material.subjects)
-    return next((method for method in used if method in _METHODS), "spectral")
+    return next((method for method in used if method in _TITLES), "spectral")
 
 
 def _own_eps(material: Material) -> set[float]:

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from wellposed.report.bounded import LOG_AXIS
-from wellposed.report.charts import Budget, Chart, Missing, Section, columns, distinct, picked
+from wellposed.report.charts import LOG_AXIS, Budget, Chart, Missing, Section, columns, distinct, picked
 from wellposed.report.subjects import Material
 
 TITLE = "Jacobian spectra"
@@ -65,7 +64,7 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
                     "type": "quantitative",
                     "title": "singular value / largest",
                     "scale": {"type": "log", "domain": [1e-8, 1], "clamp": True},
-                    "axis": LOG_AXIS,
+                    "axis": dict(LOG_AXIS),
                 },
                 "color": {"field": "line", "type": "nominal", "title": None, "sort": lines},
                 "strokeDash": {"field": "line", "type": "nominal", "title": None, "sort": lines},

@@ -11,6 +11,7 @@ from PIL import Image
 
 from wellposed.report.building import sections
 from wellposed.report.charts import Budget, Section, distinct
+from wellposed.report.conditioning import sorted_positions
 from wellposed.report.subjects import Material
 
 DPI = 200
@@ -86,15 +87,16 @@ def _heat(figure: Any, section: Section, x: str, value: str, label: str, colours
     for plot, name in zip(plots, names, strict=False):
         own = [row for row in rows if row["run"] == name]
         columns, blocks = distinct(row[x] for row in own), sorted({row["block"] for row in own})
+        if x == "position":
+            columns = sorted_positions(columns)
         if x == "head":
             columns = sorted(columns, key=lambda head: (not head.isdigit(), len(head), head))
         grid = np.full((len(blocks), len(columns)), np.nan)
         for row in own:
             grid[blocks.index(row["block"]), columns.index(row[x])] = row[value]
         image = plot.imshow(grid, aspect="auto", cmap=colours, vmin=min(numbers), vmax=max(numbers))
-        plot.set_xticks(
-            range(len(columns)), columns, rotation=40 if x == "position" else 0, ha="right", fontsize=8
-        )
+        turned: dict[str, Any] = {"rotation": 40, "ha": "right"} if x == "position" else {}
+        plot.set_xticks(range(len(columns)), columns, fontsize=8, **turned)
         plot.set_yticks(range(len(blocks)), blocks, fontsize=8)
         plot.set_ylabel("block")
         for row in own:
@@ -164,7 +166,7 @@ def _draw_training(figure: Any, section: Section) -> None:
     assert section.chart is not None
     assert section.chart.spec is not None
     panels = [panel["title"]["text"] for panel in section.chart.spec["vconcat"]]
-    time = section.chart.spec["vconcat"][0]["encoding"]["x"]["field"]
+    time: str = section.chart.spec["vconcat"][0]["encoding"]["x"]["field"]
     figure.set_size_inches(6.4, 1.5 * len(panels) + 0.6)
     plots = list(figure.subplots(len(panels), 1, squeeze=False, sharex=True).flat)
     groups = distinct(row["group"] for row in rows)

@@ -1,14 +1,15 @@
 """Training curves, with kappa and density on the same time axis."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from wellposed.report.charts import Budget, Chart, Missing, Section, columns, distinct, finite
+from wellposed.report.charts import LOG_AXIS, Budget, Chart, Missing, Section, columns, distinct, finite
 from wellposed.report.subjects import Material, Subject
 from wellposed.report.thinning import thin
 
 TITLE = "Training"
 _LEAST = 12  # points of a line, however many lines there are
+_FEW = 40  # points of a line that are drawn as such
 
 
 class Curve(NamedTuple):
@@ -57,7 +58,7 @@ def training_section(material: Material, budget: Budget) -> Section | Missing:
             value="value",
         ),
         rows=tuple(rows),
-        spec=_spec(panels, "epoch" if has_epochs else "update", distinct(row[0] for row in rows)),
+        spec=_spec(panels, _time(rows, has_epochs), distinct(row[0] for row in rows), longest <= _FEW),
         describe="Line charts one below the other with a common time axis: "
         + ", ".join(panels)
         + ". The table below has the same numbers.",
@@ -95,23 +96,39 @@ def _rank(panel: str) -> tuple[int, str]:
     return ["loss", "accuracy", "kappa", "entropy"].index(first), panel
 
 
-def _spec(panels: list[str], time: str, groups: list[str]) -> dict[str, Any]:
-    return {"vconcat": [_panel(panel, time, groups, panel == panels[-1]) for panel in panels], "spacing": 14}
+class Time(NamedTuple):
+    """The axis that all panels share."""
+
+    field: str
+    first: float
+    last: float
 
 
-def _panel(panel: str, time: str, groups: list[str], is_last: bool) -> dict[str, Any]:
+def _time(rows: Sequence[Sequence[Any]], has_epochs: bool) -> Time:
+    field, place = ("epoch", 4) if has_epochs else ("update", 5)
+    known = [row[place] for row in rows if row[place] is not None]
+    return Time(field, min(known, default=0), max(known, default=1))
+
+
+def _spec(panels: list[str], time: Time, groups: list[str], is_short: bool) -> dict[str, Any]:
+    made = [_panel(panel, time, groups, panel == panels[-1], is_short) for panel in panels]
+    return {"vconcat": made, "spacing": 14}
+
+
+def _panel(panel: str, time: Time, groups: list[str], is_last: bool, is_short: bool) -> dict[str, Any]:
     scale: dict[str, Any] = {"zero": False}
     axis: dict[str, Any] = {"minExtent": 46, "maxExtent": 46, "tickCount": 4}
     if panel.startswith("kappa"):
-        scale, axis = {"type": "log", "nice": False}, axis | {"format": "~e", "labelOverlap": True}
+        scale, axis = {"type": "log", "nice": False}, {**axis, **LOG_AXIS, "tickCount": 4}
     elif panel == "accuracy":
         axis |= {"format": ".0%"}
     encoding: dict[str, Any] = {
         "x": {
-            "field": time,
+            "field": time.field,
             "type": "quantitative",
-            "title": time if is_last else None,
-            "axis": {"labels": is_last, "ticks": is_last},
+            "title": time.field if is_last else None,
+            "scale": {"domain": [time.first, time.last], "nice": False},
+            "axis": {"labels": is_last, "ticks": is_last, "tickCount": 10, "labelOverlap": True},
         },
         "y": {"field": "value", "type": "quantitative", "title": None, "scale": scale, "axis": axis},
         "color": {"field": "group", "type": "nominal", "title": None, "sort": groups},
@@ -125,6 +142,11 @@ def _panel(panel: str, time: str, groups: list[str], is_last: bool) -> dict[str,
         "title": {"text": panel, "anchor": "start", "fontSize": 12, "offset": 4},
         "height": 110,
         "transform": [{"filter": {"field": "panel", "equal": panel}}],
-        "mark": {"type": "line", "strokeWidth": 1.6, "opacity": 0.85, "point": False},
+        "mark": {
+            "type": "line",
+            "strokeWidth": 1.6,
+            "opacity": 0.85,
+            "point": {"size": 14} if is_short else False,
+        },
         "encoding": encoding,
     }

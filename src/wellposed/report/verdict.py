@@ -62,7 +62,7 @@ def _worst(groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
             f"(ln kappa {record.log:.2f}{images}).{_comparison(subject)}",
         )
     if len(found) > 3:
-        yield (f"{len(found) - 3} more runs and diagnoses are in the table below, none of them worse.",)
+        yield (f"The others, {len(found) - 3} in number, are better; the table below has them.",)
 
 
 def _comparison(subject: Subject) -> str:
@@ -107,7 +107,7 @@ def _accuracy(edited: Sequence[Subject], plain: Sequence[Subject]) -> str:
     if a is None or b is None:
         return ""
     change = a.mean - b.mean
-    said = f"accuracy {b.mean:.2f} -> {a.mean:.2f} % ({change:+.2f} points, n = {b.n} and {a.n})"
+    said = f"accuracy {b.mean:.2f} → {a.mean:.2f} % ({change:+.2f} points, n = {b.n} and {a.n})"
     known = [each.deviation for each in (a, b) if each.deviation is not None]
     if not known:
         return f"{said}, one run a side, so no deviation to hold it against"
@@ -121,13 +121,13 @@ def _kappa(edited: Sequence[Subject], plain: Sequence[Subject]) -> str:
         a = spread(mean_log(subject, position) for subject in edited)
         b = spread(mean_log(subject, position) for subject in plain)
         if a is not None and b is not None:
-            parts.append(f"{position} {b.mean:.2f} -> {a.mean:.2f}")
+            parts.append(f"{position} {b.mean:.2f} → {a.mean:.2f}")
     return f"mean ln kappa of {', '.join(parts)}" if parts else ""
 
 
 def _entropy(edited: Sequence[Subject], plain: Sequence[Subject]) -> str:
     a, b = spread(map(mean_entropy, edited)), spread(map(mean_entropy, plain))
-    return "" if a is None or b is None else f"mean entropy {b.mean:.4f} -> {a.mean:.4f}"
+    return "" if a is None or b is None else f"mean entropy {b.mean:.4f} → {a.mean:.4f}"
 
 
 def _next(material: Material, groups: dict[str, list[Subject]]) -> Iterator[Sentence]:

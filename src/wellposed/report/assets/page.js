@@ -3,6 +3,7 @@
   // The data of the page: each section has its rows by column, a Vega-Lite chart without data, or both.
   const sections = JSON.parse(document.getElementById("report-data").textContent);
   const TABLE_ROWS = 300;
+  const LOG_AXIS = { format: "~e", tickCount: 6, labelOverlap: true, labelExpr: "replace(datum.label, '+', '')" };
   const byId = (id) => document.getElementById(id);
   const drawn = [];
 
@@ -29,7 +30,7 @@
     if (typeof value !== "number") return String(value);
     if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
     const size = Math.abs(value);
-    return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(3) : String(+value.toPrecision(5));
+    return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(3).replace("e+", "e") : String(+value.toPrecision(5));
   }
 
   // Light and dark
@@ -58,9 +59,9 @@
       axis: { labelColor: text, titleColor: quiet, domainColor: quiet, tickColor: quiet, gridColor: line,
         gridOpacity: 0.5, labelFontSize: 11, titleFontSize: 12, titleFontWeight: "normal" },
       axisBand: { grid: false },
-      legend: { labelColor: text, titleColor: quiet, orient: "top", labelLimit: 260, titleFontWeight: "normal" },
+      legend: { labelColor: text, titleColor: quiet, orient: "top", titleFontWeight: "normal" },
       title: { color: text, fontWeight: 600 },
-      range: { category, heatmap: { scheme: dark ? "inferno" : "yelloworangered" },
+      range: { category, heatmap: { scheme: dark ? "inferno" : "yelloworangered", extent: dark ? [0.18, 1] : [0.05, 1] },
         ramp: { scheme: dark ? "viridis" : "blues" } },
       line: { color: category[0] },
       style: { picked: { stroke: dark ? "#7cb7ff" : "#0b4fa8" } },
@@ -92,8 +93,8 @@
   function fitted(spec, width) {
     const copy = structuredClone(spec);
     // A legend of many names goes on in a further row.
-    const legends = { legend: { columns: Math.max(1, Math.floor(width / 200)) } };
-    copy.config = vega.mergeConfig(config(), legends);
+    const legend = { columns: Math.max(1, Math.floor(width / 240)), labelLimit: width < 500 ? width - 80 : 320 };
+    copy.config = vega.mergeConfig(config(), { legend, axisY: { labelLimit: Math.max(110, width * 0.38) } });
     if (copy.vconcat) copy.vconcat.forEach((part) => { part.width = width - 66; });
     else Object.assign(copy, { width, autosize: { type: "fit-x", contains: "padding" } });
     return copy;
@@ -256,8 +257,8 @@
         encoding: {
           x: { field: "index", type: "quantitative", title: "number of the singular value, the largest first", axis: { tickMinStep: 1 } },
           y: { field: "value", type: "quantitative", title: "singular value / largest", scale: { type: "log" },
-            axis: { format: "~e", tickCount: 6, labelOverlap: true } },
-          color: { field: "run", type: "nominal", title: null },
+            axis: LOG_AXIS },
+          color: { field: "run", type: "nominal", title: null, sort: null },
           tooltip: [{ field: "run" }, { field: "index" }, { field: "value" }],
         },
       },
