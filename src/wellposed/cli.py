@@ -269,10 +269,9 @@ def report(
             typer.echo(f"written to {static}: {', '.join(path.name for path in written)}")
             return
         write(report_page(material, images=images), out)
-        size = f"{out.stat().st_size / 1e6:.1f} MB"
-        typer.echo(
-            f"{len(material.subjects)} runs and diagnoses written to {out} ({size}); open it in a browser."
-        )
+        count = len(material.subjects)
+        what = f"{count} runs and diagnoses" if count > 1 else f"the {material.subjects[0].kind}"
+        typer.echo(f"{what} written to {out} ({out.stat().st_size / 1e6:.1f} MB); open it in a browser.")
 
 
 @app.command()

@@ -14,7 +14,7 @@ def bounds_section(material: Material, budget: Budget) -> Section | Missing:
         (subject, record)
         for subject in material.subjects
         for record in subject.records
-        if record.verdicts and record.value is not None
+        if record.verdicts and finite(record.value) is not None
     ]
     if not bounded:
         return Missing(TITLE, "wellposed diagnose MODEL --images DIR --what bounds --out DIR")
@@ -27,7 +27,7 @@ def bounds_section(material: Material, budget: Budget) -> Section | Missing:
             r.position,
             r.value,
             finite(r.bound),
-            r.bound / r.value if r.bound and r.value else None,
+            finite(r.bound / r.value) if r.bound and r.value else None,
             *_counts(r.verdicts),
         )
         for subject, r in bounded

@@ -16,6 +16,7 @@ from wellposed.report.jacobian import jacobian_section
 from wellposed.report.page import Page, render, write
 from wellposed.report.provenance import provenance_section
 from wellposed.report.reading import diagnosis_subject, read_material
+from wellposed.report.rest import rest_section
 from wellposed.report.subjects import Material, with_unique_names
 from wellposed.report.training import training_section
 from wellposed.report.verdict import verdict
@@ -23,7 +24,7 @@ from wellposed.report.verdict import verdict
 LIMIT = 2_000_000
 """Bytes of a page."""
 
-Part = Callable[[Material, Budget], Section | Missing]
+Part = Callable[[Material, Budget], Section | Missing | None]
 
 
 def sections(
@@ -38,6 +39,7 @@ def sections(
         jacobian_section,
         training_section,
         partial(graying_section, images=images),
+        rest_section,
         provenance_section,
     )
     made = [part(material, budget) for part in parts]

@@ -41,7 +41,7 @@ def accuracy(subject: Subject) -> float | None:
 
 def worst(subject: Subject) -> Record | None:
     """The record of the largest kappa of a block's tokens."""
-    kappas = [r for r in subject.select("kappa") if r.value is not None and r.value > 0 and r.head is None]
+    kappas = [r for r in subject.select("kappa") if (finite(r.value) or 0) > 0 and r.head is None]
     return max(kappas, key=lambda record: record.value or 0.0, default=None)
 
 

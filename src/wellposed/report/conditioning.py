@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from wellposed.records import Record
-from wellposed.report.charts import Budget, Chart, Missing, Section, columns, most_told, picked
+from wellposed.report.charts import Budget, Chart, Missing, Section, columns, finite, most_told, picked
 from wellposed.report.subjects import Material, Subject
 
 TITLE = "Conditioning, block by block"
@@ -180,7 +180,7 @@ def _rows(subject: Subject, spectra: _Spectra) -> list[tuple[Any, ...]]:
             spectra.add(curves[place]) if (place := (record.block, record.position)) in curves else None,
         )
         for record in subject.select("kappa")
-        if record.head is None and record.block is not None and record.value is not None and record.value > 0
+        if record.head is None and record.block is not None and (finite(record.value) or 0) > 0
     ]
 
 
@@ -194,8 +194,8 @@ def _row(subject: Subject, record: Record, spectrum: int | None) -> tuple[Any, .
         record.value,
         math.log(record.value),
         record.status,
-        record.low,
-        record.high,
+        finite(record.low),
+        finite(record.high),
         record.images or None,
         record.estimator,
         spectrum,

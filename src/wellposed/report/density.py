@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from wellposed.report.charts import Budget, Chart, Missing, Section, columns, distinct, most_told
+from wellposed.report.charts import Budget, Chart, Missing, Section, columns, distinct, finite, most_told
 from wellposed.report.conditioning import heat_map
 from wellposed.report.subjects import Material
 
@@ -17,13 +17,13 @@ def density_section(material: Material, budget: Budget) -> Section | Missing:
             r.block,
             ALL if r.head is None else str(r.head),
             r.value,
-            r.low,
-            r.high,
+            finite(r.low),
+            finite(r.high),
             r.images or None,
         )
         for subject in material.subjects
         for r in subject.select("entropy")
-        if r.value is not None and r.block is not None
+        if finite(r.value) is not None and r.block is not None
     ]
     if not rows:
         return Missing(TITLE, "wellposed diagnose MODEL --images DIR --what density --out DIR")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.records import Record, read_json
+from wellposed.report.charts import finite
 from wellposed.report.environment_words import environment_text
 from wellposed.report.studies import is_study, read_study
 from wellposed.report.subjects import JacobianCurve, Material, Subject, edits_of, with_unique_names
@@ -174,7 +175,7 @@ def _monitored(lines: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
     for key, value in last.items():
         measure, _, place = key.partition("/")
         block, _, position = place.partition("/")
-        if measure in ("kappa", "entropy") and block.isdigit() and isinstance(value, (int, float)):
+        if measure in ("kappa", "entropy") and block.isdigit() and finite(value) is not None:
             found.append(Record(measure=measure, value=value, block=int(block), position=position))
     return tuple(found)
 

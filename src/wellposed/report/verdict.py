@@ -7,7 +7,6 @@ apart, so that it cannot run into the sentence around it.
 import math
 from collections.abc import Iterator, Sequence
 
-from wellposed.linalg import KAPPA_LIMIT
 from wellposed.records import short
 from wellposed.report.comparing import accuracy, log_worst, mean_entropy, mean_log, spread, worst
 from wellposed.report.subjects import Material, Subject
@@ -16,6 +15,7 @@ LARGE_KAPPA = 1e3
 DENSE = 0.95
 """Mean entropy from which attention is called dense."""
 SEEDS = 3
+MOST_WORST = 3
 MOST = 8
 """Variants that get a sentence; the table has all."""
 
@@ -48,12 +48,16 @@ def verdict(material: Material) -> dict[str, list[Sentence]]:
 
 
 def _worst(groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
-    found = [(subject, record) for of in groups.values() for subject in of if (record := worst(subject))]
+    found = []
+    for subjects in groups.values():
+        known = [(subject, record) for subject in subjects if (record := worst(subject)) is not None]
+        if known:
+            found.append(max(known, key=lambda pair: pair[1].value or 0.0))
     if not found:
         yield ("No condition numbers are in these records.",)
         return
     found.sort(key=lambda pair: pair[1].value or 0.0, reverse=True)
-    for subject, record in found[: min(MOST, 3)]:
+    for subject, record in found[:MOST_WORST]:
         images = f", median over {record.images} images" if record.images else ""
         yield (
             "In ",
@@ -61,8 +65,9 @@ def _worst(groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
             f" the worst place is block {record.block}, {record.position}: kappa {record.text()} "
             f"(ln kappa {record.log:.2f}{images}).{_comparison(subject)}",
         )
-    if len(found) > 3:
-        yield (f"The others, {len(found) - 3} in number, are better; the table below has them.",)
+    if len(found) > MOST_WORST:
+        left = len(found) - MOST_WORST
+        yield (f"The other variants, {left} in number, are better; the table below has them.",)
 
 
 def _comparison(subject: Subject) -> str:
@@ -97,7 +102,9 @@ def _changes(groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
         told = [text for text in (_accuracy(subjects, plain[1]), _kappa(subjects, plain[1])) if text]
         told += [text for text in (_entropy(subjects, plain[1]),) if text]
         if told:
-            yield (Name(name), f" ({'; '.join(edits)}) beside ", Name(plain[0]), f": {'; '.join(told)}.")
+            named = "; ".join(edits)
+            between = " beside " if named == name else f" ({named}) beside "
+            yield (Name(name), between, Name(plain[0]), f": {'; '.join(told)}.")
     if count > MOST:
         yield (f"{count - MOST} more edited variants are in the table below.",)
 
@@ -136,7 +143,7 @@ def _next(material: Material, groups: dict[str, list[Subject]]) -> Iterator[Sent
     bad = [log for subject in every if (log := log_worst(subject)) is not None]
     if any(subject.summary and not subject.summary.get("finished", True) for subject in every):
         yield ("Some runs did not finish: the same ", Code("wellposed train"), " command goes on with them.")
-    if bad and max(bad) >= math.log(0.99 * KAPPA_LIMIT):
+    if any(record is not None and record.status == "at least" for record in map(worst, every)):
         advice = "Some tokens are beyond what float32 can tell from rank deficient. "
         if "no attention skips" in edits or "no both skips" in edits or "remove_skips attention" in edits:
             yield (advice + "Put attention's skips back first (", Code("wp.restore(model)"), ").")

@@ -1,0 +1,127 @@
+"""Pictures of graying, static figures, the charts of a notebook, and the command."""
+
+import base64
+import io
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import report_material as make
+from wellposed.cli import app
+from wellposed.nn import PixelGraying
+from wellposed.probes.diagnosis import Diagnosis
+from wellposed.report import read_data, read_material, report_page
+from wellposed.report.charts import Budget
+from wellposed.report.graying import graying_section
+from wellposed.report.graying_images import digits
+from wellposed.report.static import write_static
+
+
+def _pixels(uri: str) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))))
+
+
+def test_pictures_show_what_graying_does(tmp_path: Path) -> None:
+    make.write_run(tmp_path / "run", recipe='graying = "spectral"\neps = 0.6\n')
+    section = graying_section(read_material([tmp_path / "run"]), Budget())
+    assert section.extra
+    steps = {step["label"]: _pixels(step["src"]) for step in section.extra["pictures"][0]["steps"]}
+    assert list(steps)[:3] == ["before", "eps 0.9", "difference, eps 0.9"]
+    assert "eps 0.6" in steps  # the run's own
+    image = digits(2).images[:1].float()
+    grayed = PixelGraying(2, 0.6, "spectral")(image).clamp(0, 1)[0, 0] * 255
+    assert np.abs(steps["eps 0.6"].astype(float) - grayed.numpy()).max() <= 2
+    assert section.chart
+    row = next(row for row in section.chart.records() if row["eps"] == 0.6)
+    assert row["after"] < row["before"]
+
+
+def test_images_of_a_folder_and_of_the_runs_own_data(tmp_path: Path) -> None:
+    colours = torch.randint(
+        0, 255, (40, 50, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
+    for label in ("cat", make.HOSTILE_FOLDER):
+        (tmp_path / "set" / label).mkdir(parents=True)
+        Image.fromarray(colours.numpy()).save(tmp_path / "set" / label / f"{label[:3]}.png")
+    (tmp_path / "set" / "cat" / "a.jpg").write_bytes(b"no image")
+    make.write_run(tmp_path / "run", data=str(tmp_path / "set"))
+    material = read_material([tmp_path / "run"])
+    for section in (
+        graying_section(material, Budget()),
+        graying_section(material, Budget(), tmp_path / "set"),
+    ):
+        assert section.extra
+        assert len(section.extra["pictures"]) == 1  # of the folder cat the first file is broken
+        assert _pixels(section.extra["pictures"][0]["steps"][0]["src"]).shape == (96, 96, 3)
+    with pytest.raises(ValueError, match="found none"):
+        graying_section(material, Budget(), tmp_path / "run")
+    make.write_run(tmp_path / "far", data="cifar10:nowhere")
+    far = graying_section(read_material([tmp_path / "far"]), Budget())
+    assert "because the images of cifar10 are not at hand" in far.words[0]
+
+
+def test_static_figures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    make.write_run(tmp_path / "run")
+    make.write_run(tmp_path / "$x_{1}$", recipe='broadcast = "cb"\n')
+    Diagnosis(tuple(make.records()), {"model": "vit"}).to_json(tmp_path / "d.json")
+    material = read_material([tmp_path / "run", tmp_path / "$x_{1}$", tmp_path / "d.json"])
+    written = write_static(material, tmp_path / "figures")
+    names = ("runs", "conditioning", "density", "bounds", "jacobian", "training", "graying")
+    assert [path.name for path in written] == [f"{name}.{kind}" for name in names for kind in ("png", "svg")]
+    for path in written:
+        if path.suffix == ".png":
+            assert Image.open(path).width > 400
+        else:
+            assert ElementTree.parse(path).getroot().tag.endswith("svg")
+
+
+def test_static_figures_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    make.write_run(tmp_path / "run")
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--static", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "pip install 'wellposed[plot]'" in result.output
+
+
+def test_the_command(tmp_path: Path) -> None:
+    make.write_run(tmp_path / "run")
+    out = tmp_path / "made" / "page.html"
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "1 runs and diagnoses" not in result.output
+    assert read_data(out.read_text(encoding="utf-8"))["training"]
+    missing = CliRunner().invoke(app, ["report", str(tmp_path / "nothing")])
+    assert missing.exit_code == 1
+    assert "there is no" in missing.output
+
+
+def test_a_diagnosis_as_page_and_in_a_notebook(tmp_path: Path) -> None:
+    diagnosis = Diagnosis(tuple(make.records()), {"model": "a<b", "images": 4})
+    page = diagnosis.to_html(tmp_path / "d.html")
+    assert (tmp_path / "d.html").read_text(encoding="utf-8") == page
+    assert page == report_page_of(diagnosis, tmp_path)
+    shown = diagnosis._repr_html_()
+    assert shown.count("<svg") == 2
+    assert "block 1, attention.branch: 6.926" in shown
+    assert "<script" not in shown
+    assert "a<b" not in shown
+    drawing = shown[shown.index("<svg") : shown.index("</svg>") + 6]
+    assert len(ElementTree.fromstring(drawing).findall("{*}rect")) == 2 * len(make.POSITIONS)
+    assert Diagnosis(())._repr_html_()
+
+
+def report_page_of(diagnosis: Diagnosis, folder: Path) -> str:
+    """The page by way of the file."""
+    diagnosis.to_json(folder / "d.json")
+    content = json.loads((folder / "d.json").read_text())
+    assert content["about"]["model"] == "a<b"
+    (folder / "a<b.json").write_text(json.dumps(content))
+    return report_page(read_material([folder / "a<b.json"]), title="diagnosis of a<b")

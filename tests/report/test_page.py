@@ -1,0 +1,204 @@
+"""Every number of the page is one of the records, and every name is text."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+import report_material as make
+from wellposed.probes.diagnosis import Diagnosis
+from wellposed.report import LIMIT, read_data, read_material, report_page
+from wellposed.report.charts import picked
+from wellposed.report.page import LIBRARIES
+from wellposed.report.thinning import thin
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    """Two seeds of a plain run, one with graying, a diagnosis."""
+    for seed in (0, 1):
+        make.write_run(tmp_path / f"plain{seed}", seed=seed)
+    make.write_run(tmp_path / "grayed", recipe='graying = "dct"\neps = 0.95\n')
+    Diagnosis(tuple(make.records()), {"model": "vit", "images": 4}).save(tmp_path / "diagnosed")
+    return [tmp_path / name for name in ("plain0", "plain1", "grayed", "diagnosed")]
+
+
+def test_every_plotted_number_is_a_record(paths: list[Path]) -> None:
+    page = report_page(read_material(paths))
+    data = read_data(page)
+    records = make.records()
+    shown = [row for row in data["conditioning"] if row["run"] == "diagnosed"]
+    kappas = {(r.block, r.position): r for r in records if r.measure == "kappa"}
+    assert len(shown) == len(kappas)
+    for row in shown:
+        record = kappas[row["block"], row["position"]]
+        assert (row["kappa"], row["ln_kappa"]) == (record.value, record.log)
+        assert (row["low"], row["high"]) == (record.low, record.high)
+    entropies = {(r.block, r.head): r.value for r in records if r.measure == "entropy"}
+    for row in data["density"]:
+        if row["run"] == "diagnosed":
+            assert (
+                row["entropy"] == entropies[row["block"], None if row["head"] == "all" else int(row["head"])]
+            )
+    bounds = {r.block: r for r in records if r.verdicts}
+    assert {row["block"]: (row["measured"], row["bound"]) for row in data["bounds"]} == {
+        block: (r.value, r.bound) for block, r in bounds.items()
+    }
+    ranks = {(r.block, r.position): r.value for r in records if r.measure == "effective rank"}
+    for row in data["rest"]:
+        if row["measure"] == "effective rank":
+            assert row["value"] == ranks[row["block"], row["position"]]
+
+
+def test_spectra_are_those_of_the_records(paths: list[Path]) -> None:
+    page = report_page(read_material(paths))
+    found = re.search(r"id='report-data'>(.*?)</script>", page, re.DOTALL)
+    assert found
+    section = next(each for each in json.loads(found[1]) if each["id"] == "conditioning")
+    spectra = section["extra"]["spectra"]
+    curves = {(r.block, r.position): r.curve for r in make.records() if r.measure == "spectrum"}
+    for row in read_data(page)["conditioning"]:
+        if row["run"] != "diagnosed":
+            assert row["spectrum"] is None
+            continue
+        curve = curves[row["block"], row["position"]]
+        assert tuple(spectra[row["spectrum"]]["value"]) == curve
+        assert spectra[row["spectrum"]]["index"] == list(range(1, 17))
+
+
+def test_training_curves_are_those_of_the_run(tmp_path: Path) -> None:
+    lines = make.write_run(tmp_path / "run", epochs=4)
+    data = read_data(report_page(read_material([tmp_path / "run"])))["training"]
+    of = {
+        number: [row for row in data if row["number"] == number] for number in {row["number"] for row in data}
+    }
+    for number, event, key in (
+        ("training loss", "train", "loss"),
+        ("test loss", "test", "loss"),
+        ("test accuracy", "test", "accuracy"),
+        ("kappa attention.branch, worst block", "monitor", "kappa/attention.branch/worst"),
+        ("entropy, mean", "monitor", "entropy/mean"),
+    ):
+        expected = [(line["update"], line[key]) for line in lines if line["event"] == event]
+        assert [(row["update"], row["value"]) for row in of[number]] == expected
+        assert all(row["epoch"] == pytest.approx(row["update"] / 10) for row in of[number])
+
+
+def test_side_by_side_has_means_and_deviations(paths: list[Path]) -> None:
+    rows = {row["name"]: row for row in read_data(report_page(read_material(paths)))["runs"]}
+    plain = rows["no edits"]
+    last = [90 - 100 / 30, 91 - 100 / 30]
+    assert plain["n"] == 2
+    assert plain["accuracy"] == pytest.approx(sum(last) / 2)
+    assert plain["accuracy_deviation"] == pytest.approx(1 / math.sqrt(2))
+    assert rows["grayed"]["edits"] == "graying dct, eps 0.95, at embedding"
+    assert rows["grayed"]["n"] == 1
+    assert rows["grayed"]["accuracy_deviation"] is None
+    assert rows["diagnosed"]["accuracy"] is None
+    assert rows["diagnosed"]["ln_kappa"] == math.log(1018)
+
+
+def test_verdict_names_the_worst_place_and_the_change(paths: list[Path]) -> None:
+    page = _text(report_page(read_material(paths)))
+    assert "In diagnosed the worst place is block 1, attention.branch: kappa 1,018" in page
+    assert re.search(
+        r"grayed \(graying dct, eps 0.95, at embedding\) beside no edits: accuracy 87.17 → 86.67 %", page
+    )
+    assert "less than its deviation of 0.71" in page
+
+
+def test_hostile_names_are_text(tmp_path: Path) -> None:
+    name = make.HOSTILE
+    about = {"model": name, "images": 4, "edits": [f"gray_tokens {name}"], "notes": [name], "weights": name}
+    Diagnosis(tuple(make.records()), about).to_json(tmp_path / "one.json")
+    make.write_run(tmp_path / make.HOSTILE_FOLDER, data=name)
+    page = report_page(read_material([tmp_path / "one.json", tmp_path / make.HOSTILE_FOLDER]), title=name)
+    seen = _Elements()
+    seen.feed(page)
+    assert page.lower().count("</script>") == 5  # the data, three libraries, ours
+    assert not [attributes for tag, attributes in seen.found if tag == "img"]
+    assert "onerror" not in {name for _, attributes in seen.found for name, _ in attributes}
+    assert any(row["value"] == name for row in read_data(page)["provenance"])
+
+
+def test_policy_lets_nothing_in_or_out(paths: list[Path]) -> None:
+    page = report_page(read_material(paths[:1]))
+    policy = re.search(r"Content-Security-Policy' content=\"([^\"]+)\"", page)
+    assert policy
+    assert policy[1].startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-eval" not in policy[1]
+    assert policy[1].count("sha256-") == len(LIBRARIES) + 1
+    seen = _Elements()
+    seen.feed(page)
+    outside = [
+        (tag, value)
+        for tag, attributes in seen.found
+        for name, value in attributes
+        if name in ("src", "href") and value and not value.startswith(("#", "data:"))
+    ]
+    assert outside == []
+
+
+def test_sections_without_records_are_named_with_a_remedy(tmp_path: Path) -> None:
+    make.write_run(tmp_path / "run")
+    page = report_page(read_material([tmp_path / "run"]))
+    assert "bounds" not in read_data(page)
+    text = _text(page)
+    assert "Measured against bound: wellposed diagnose MODEL --images DIR --what bounds --out DIR" in text
+    Diagnosis(tuple(make.records()), {"model": "vit"}).to_json(tmp_path / "d.json")
+    alone = report_page(read_material([tmp_path / "d.json"]))
+    assert "training" not in read_data(alone)
+    assert "Training: wellposed train" in _text(alone)
+
+
+def test_a_long_run_is_thinned_and_says_so(tmp_path: Path) -> None:
+    for seed in range(3):
+        make.write_run(tmp_path / "sweep" / f"seed{seed}", seed=seed, epochs=300, per_epoch=20, blocks=12)
+    page = report_page(read_material([tmp_path / "sweep"]))
+    assert len(page.encode()) < LIMIT
+    assert re.search(r"[\d,]+ of [\d,]+ points are drawn", _text(page))
+    rows = [row for row in read_data(page)["training"] if row["number"] == "training loss"]
+    lines = [json.loads(line) for line in (tmp_path / "sweep/seed0/run.jsonl").read_text().splitlines()]
+    losses = {line["update"]: line["loss"] for line in lines if line["event"] == "train"}
+    shown = [row for row in rows if row["run"] == "seed0"]
+    assert len(shown) < len(losses) / 5
+    assert all(row["value"] == losses[row["update"]] for row in shown)
+    values = [row["value"] for row in shown]
+    assert (min(values), max(values)) == (min(losses.values()), max(losses.values()))
+
+
+def test_a_page_that_cannot_be_small_enough_is_an_error(paths: list[Path]) -> None:
+    with pytest.raises(ValueError, match=r"at most 700,000 bytes.*report fewer"):
+        report_page(read_material(paths), limit=700_000)
+
+
+def test_thinning_keeps_ends_and_extremes() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).tolist()
+    kept = thin(values, 50)
+    assert len(kept) <= 50
+    assert (kept[0].place, kept[-1].place) == (0, 999)
+    assert {min(values), max(values)} <= {point.value for point in kept}
+    assert all(values[point.place] == point.value for point in kept)
+    assert [place for place, _ in picked(values, 10)] == sorted({round(i * 999 / 9) for i in range(10)})
+
+
+class _Elements(HTMLParser):
+    """All start tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, list[tuple[str, str | None]]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, attrs))
+
+
+def _text(page: str) -> str:
+    """What a reader sees without JavaScript, on one line."""
+    body = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
+    words = re.sub(r"<[^>]+>", "", re.sub(r"</(p|li|h\d|ul)>", " ", body))
+    return re.sub(r"\s+", " ", words).replace("&#x27;", "'").replace("&lt;", "<").replace("&amp;", "&")

@@ -1,0 +1,118 @@
+"""Runs, sweeps, studies and diagnoses become subjects; what is none of them is an error."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import report_material as make
+import short_runs
+import study_runner
+from wellposed.probes.diagnosis import Diagnosis
+from wellposed.report import read_data, read_material, report_page
+from wellposed.study import catalogue
+from wellposed.train.report import read_run
+
+
+def test_a_real_run(tmp_path: Path) -> None:
+    short_runs.run(tmp_path / "run", monitor_every=4, seed=3)
+    material = read_material([tmp_path / "run"])
+    (subject,) = material.subjects
+    assert (subject.name, subject.kind, subject.seed) == ("run", "run", 3)
+    assert subject.provenance["data"] == "digits"
+    assert "torch" in subject.provenance["packages"]
+    data = read_data(report_page(material))
+    tests = [line["accuracy"] for line in read_run(tmp_path / "run") if line["event"] == "test"]
+    assert [row["value"] for row in data["training"] if row["number"] == "test accuracy"] == tests
+    last = next(line for line in reversed(read_run(tmp_path / "run")) if line["event"] == "monitor")
+    for row in data["conditioning"]:
+        assert row["kappa"] == last[f"kappa/{row['block']}/{row['position']}"]
+
+
+def test_a_diagnosis_beside_a_run_is_its_own(tmp_path: Path) -> None:
+    make.write_run(tmp_path / "run")
+    Diagnosis(tuple(make.records()), {"model": "vit", "images": 4}).to_json(
+        tmp_path / "run" / "diagnosis.json"
+    )
+    (subject,) = read_material([tmp_path / "run"]).subjects
+    assert subject.kind == "run"
+    assert len(subject.select("kappa")) == 2 * len(make.POSITIONS)
+
+
+def test_a_study(tmp_path: Path) -> None:
+    study_runner.run(catalogue.get("skip-ablation"), tmp_path)
+    material = read_material([tmp_path / "out"])
+    assert {len(of) for of in material.groups().values()} == {2}
+    data = read_data(report_page(material))
+    assert [row["name"] for row in data["runs"]] == [
+        f"skip-ablation: {label}" for label in ("all skips", "no FFN skip", "no attention skip")
+    ]
+    lines = [json.loads(line) for line in (tmp_path / "out" / "records.jsonl").read_text().splitlines()]
+    best = [line for line in lines if line["label"] == "all skips" and line["best"]]
+    mean = sum(100 * line["result"]["test"]["accuracy"] for line in best) / len(best)
+    assert data["runs"][0]["accuracy"] == pytest.approx(mean)
+    assert {row["kappa"] for row in data["conditioning"]} == {20.0, 30.0, 40.0, 50.0, 400.0}
+    assert "Study skip-ablation" in material.conclusions[0]
+
+
+def test_jacobian_rows_of_a_study(tmp_path: Path) -> None:
+    relative = [1.0, 0.5, 0.25]
+    row = {
+        "measure": "jacobian spectrum",
+        "method": "svd",
+        "eps": 0.7,
+        "where": "blocks",
+        "image": 0,
+        "block": 0,
+    }
+    row |= {"position": "attention", "points": 3, "relative": relative, "weights": "last"}
+    run = {"label": "plain", "data": "digits", "seed": 0, "recipe": {}, "state": "finished", "result": {}}
+    (tmp_path / "records.jsonl").write_text(json.dumps({**run, "measured": [row]}) + "\n")
+    (tmp_path / "summary.json").write_text(json.dumps({"study": "jacobian-spectrum", "verdict": "not"}))
+    rows = read_data(report_page(read_material([tmp_path])))["jacobian"]
+    assert [(row["eps"], row["share"], row["value"]) for row in rows] == [
+        (0.7, 0, 1.0),
+        (0.7, 0.5, 0.5),
+        (0.7, 1, 0.25),
+    ]
+
+
+def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+    make.write_run(tmp_path / "run")
+    with (tmp_path / "run" / "run.jsonl").open("a") as file:
+        file.write('{"event": "train", "update": 31, "loss": "nan"}\n')
+        file.write('{"event": "monitor", "update": 31, "kappa/0/input": "inf", "kappa/1/input": 5.0}\n')
+    data = read_data(report_page(read_material([tmp_path / "run"])))
+    assert [row["kappa"] for row in data["conditioning"]] == [5.0]
+    assert all(math.isfinite(row["value"]) for row in data["training"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no"),
+        ("nonsense", "expected a diagnosis as JSON"),
+        ("[]", "expected a diagnosis with"),
+    ],
+)
+def test_what_is_no_diagnosis(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "some.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        read_material([path])
+
+
+def test_an_empty_folder_and_nothing_at_all(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected a run \(run.jsonl\)"):
+        read_material([tmp_path])
+    with pytest.raises(ValueError, match="got none"):
+        read_material([])
+
+
+def test_the_same_name_twice(tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        make.write_run(tmp_path / parent / "run", recipe=f'init = "{parent}"\n')
+    names = [each.name for each in read_material([tmp_path / "a", tmp_path / "b"]).subjects]
+    assert names == ["run", "run (2)"]
