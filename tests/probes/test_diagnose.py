@@ -128,7 +128,7 @@ def test_files(tmp_path) -> None:
     assert again.about == diagnosis.about
     lines = (tmp_path / "made" / "here" / "diagnosis.csv").read_text().splitlines()
     assert len(lines) == 1 + len(diagnosis.records)
-    assert "<table>" in (tmp_path / "made" / "here" / "diagnosis.html").read_text()
+    assert "report-data" in (tmp_path / "made" / "here" / "diagnosis.html").read_text(encoding="utf-8")
 
 
 def test_compare() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from wellposed.records import Record
 
 CELL, LEFT, TOP, LETTER = 24, 60, 58, 6.2
+LEAST_WIDTH = 360  # for the title
 _LIGHT, _DARK = (255, 245, 200), (150, 20, 40)
 _MOST_ROWS = 64
 
@@ -48,7 +49,7 @@ def heat_svg(
     known = [value for value in values.values() if value is not None]
     low, high = min(known), max(known)
     wide = max(CELL, *(int(LETTER * len(column)) + 8 for column in columns))
-    width, height = LEFT + wide * len(columns) + 10, TOP + CELL * len(rows) + 10
+    width, height = max(LEFT + wide * len(columns) + 10, LEAST_WIDTH), TOP + CELL * len(rows) + 10
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' role='img' width='{width}' height='{height}' viewBox='0 0 "
         f"{width} {height}' font-family='sans-serif' font-size='11' "

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.report.charts import Chart, Missing, Section
-from wellposed.report.verdict import Code, Name, Sentence
+from wellposed.report.verdict import Code, Edits, Name, Sentence
 
 LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-interpreter.js")
 LICENCES = ("LICENSE-vega.txt", "LICENSE-vega-lite.txt", "LICENSE-vega-interpreter.txt")
@@ -173,6 +173,8 @@ def _part(part: str) -> str:
     text = html.escape(part)
     if isinstance(part, Name):
         return f"<bdi class='name'>{text}</bdi>"
+    if isinstance(part, Edits):
+        return f"<bdi>{text}</bdi>"
     return f"<code>{text}</code>" if isinstance(part, Code) else text
 
 

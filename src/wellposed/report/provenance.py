@@ -3,7 +3,7 @@
 from typing import Any
 
 from wellposed.report.charts import Budget, Chart, Section, columns, distinct
-from wellposed.report.subjects import Material
+from wellposed.report.subjects import Material, isolated
 
 TITLE = "Provenance"
 _FIRST = (
@@ -31,7 +31,8 @@ def _names(names: list[str], count: int) -> str:
     if len(names) == count > 1:
         return "all"
     left = len(names) - _MOST_NAMES
-    return "; ".join(names[:_MOST_NAMES]) + (f" and {left} more" if left > 0 else "")
+    shown = names if len(names) == 1 else [isolated(name) for name in names[:_MOST_NAMES]]
+    return "; ".join(shown) + (f" and {left} more" if left > 0 else "")
 
 
 def provenance_section(material: Material, budget: Budget) -> Section:

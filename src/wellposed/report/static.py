@@ -13,6 +13,7 @@ from wellposed.report.building import sections
 from wellposed.report.charts import Budget, Section, distinct
 from wellposed.report.conditioning import sorted_positions
 from wellposed.report.subjects import Material
+from wellposed.report.training import FEW
 
 DPI = 200
 MOST_PANELS = 12
@@ -123,7 +124,7 @@ def _draw_runs(figure: Any, section: Section) -> None:
         plot.errorbar(row["accuracy"], place, xerr=bar, marker="o", capsize=3, color=f"C{place % 10}")
     plot.set_yticks(range(len(rows)), [_plain(row["name"]) for row in rows], fontsize=8)
     plot.invert_yaxis()
-    plot.set_xlabel("test accuracy, %; bars: one standard deviation over the seeds")
+    plot.set_xlabel("test accuracy, %, ± deviation over seeds")
 
 
 def _draw_bounds(figure: Any, section: Section) -> None:
@@ -176,7 +177,8 @@ def _draw_training(figure: Any, section: Section) -> None:
     for (panel, group, _, number), points in curves.items():
         style = {"color": f"C{groups.index(group) % 10}", "linestyle": "--" if number == "test loss" else "-"}
         times, values = [point[time] for point in points], [point["value"] for point in points]
-        plots[panels.index(panel)].plot(times, values, linewidth=1.1, **style)
+        marker = "o" if len(points) <= FEW else None
+        plots[panels.index(panel)].plot(times, values, linewidth=1.1, marker=marker, markersize=2.5, **style)
     for plot, panel in zip(plots, panels, strict=True):
         plot.set_title(panel, fontsize=9, loc="left")
         if panel.startswith("kappa"):
@@ -184,7 +186,7 @@ def _draw_training(figure: Any, section: Section) -> None:
     plots[-1].set_xlabel(time)
     for place, group in enumerate(groups):
         plots[0].plot([], [], color=f"C{place % 10}", label=_plain(group))
-    plots[0].legend(frameon=False, fontsize=7)
+    figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=2)
 
 
 def _draw_graying(figure: Any, section: Section) -> None:

@@ -1,10 +1,13 @@
 """What a report is about: runs and diagnoses in one form, whatever files they came from."""
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from wellposed.records import Record
+
+_LEFT_TO_RIGHT = ("L", "EN", "ES", "ET", "CS", "NSM", "B", "S", "WS", "ON", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +102,16 @@ def with_unique_names(subjects: Sequence[Subject]) -> list[Subject]:
         taken.add(name)
         named.append(replace(subject, name=name, group=subject.group or name))
     return named
+
+
+def isolated(name: str) -> str:
+    """A name among others in one text; what turns the direction of writing ends with the name.
+
+    >>> isolated("plain"), len(isolated(f"a{chr(0x202E)}b"))
+    ('plain', 5)
+    """
+    turns = any(unicodedata.bidirectional(letter) not in _LEFT_TO_RIGHT for letter in name)
+    return f"\u2068{name}\u2069" if turns else name
 
 
 def edits_of(recipe: Mapping[str, Any]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ def thin(values: Sequence[float], most: int) -> list[Point]:
     """At most ``most`` points (at least 4), in order, with the first, the last, the lowest and the highest.
 
     >>> [point.place for point in thin([0, 1, 0, 9, 0, 1, -5, 1, 0, 1], 6)]
-    [0, 3, 4, 6, 9]
+    [0, 2, 3, 5, 6, 9]
     """
     points = [Point(place, value) for place, value in enumerate(values)]
     if len(points) <= most:

@@ -9,7 +9,7 @@ from wellposed.report.thinning import thin
 
 TITLE = "Training"
 _LEAST = 12  # points of a line, however many lines there are
-_FEW = 40  # points of a line that are drawn as such
+FEW = 40  # points of a line that are drawn as such
 
 
 class Curve(NamedTuple):
@@ -58,7 +58,7 @@ def training_section(material: Material, budget: Budget) -> Section | Missing:
             value="value",
         ),
         rows=tuple(rows),
-        spec=_spec(panels, _time(rows, has_epochs), distinct(row[0] for row in rows), longest <= _FEW),
+        spec=_spec(panels, _time(rows, has_epochs), distinct(row[0] for row in rows), longest <= FEW),
         describe="Line charts one below the other with a common time axis: "
         + ", ".join(panels)
         + ". The table below has the same numbers.",

@@ -26,13 +26,19 @@ class Name(str):
     __slots__ = ()
 
 
+class Edits(str):
+    """Edits in words, which hold the names of modules."""
+
+    __slots__ = ()
+
+
 class Code(str):
     """Something to type."""
 
     __slots__ = ()
 
 
-Sentence = tuple[str | Name | Code, ...]
+Sentence = tuple[str | Name | Edits | Code, ...]
 
 
 def verdict(material: Material) -> dict[str, list[Sentence]]:
@@ -103,8 +109,8 @@ def _changes(groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
         told += [text for text in (_entropy(subjects, plain[1]),) if text]
         if told:
             named = "; ".join(edits)
-            between = " beside " if named == name else f" ({named}) beside "
-            yield (Name(name), between, Name(plain[0]), f": {'; '.join(told)}.")
+            of_edits: Sentence = () if named == name else (" (", Edits(named), ")")
+            yield (Name(name), *of_edits, " beside ", Name(plain[0]), f": {'; '.join(told)}.")
     if count > MOST:
         yield (f"{count - MOST} more edited variants are in the table below.",)
 
