@@ -4,6 +4,7 @@ from typing import Any
 
 from wellposed.linalg.bounds import VERDICTS
 from wellposed.report.charts import LOG_AXIS, Budget, Chart, Missing, Section, columns, finite, most_told
+from wellposed.report.density import NO_HEADS
 from wellposed.report.subjects import Material
 
 TITLE = "Measured against bound"
@@ -14,7 +15,7 @@ def bounds_section(material: Material, budget: Budget) -> Section | Missing:
         (subject, record)
         for subject in material.subjects
         for record in subject.records
-        if record.verdicts and finite(record.value) is not None
+        if record.verdicts and finite(record.value) is not None and (budget.heads or record.head is None)
     ]
     if not bounded:
         return Missing(TITLE, "wellposed diagnose MODEL --images DIR --what bounds --out DIR")
@@ -46,7 +47,8 @@ def bounds_section(material: Material, budget: Budget) -> Section | Missing:
             f"{infinite} of {len(rows)} bounds are infinite (tokens or weights without full rank) and not "
             "drawn."
         )
-    return Section(id="bounds", title=TITLE, words=tuple(words), chart=_chart(rows))
+    thinned = "" if budget.heads else NO_HEADS
+    return Section(id="bounds", title=TITLE, words=tuple(words), chart=_chart(rows), thinned=thinned)
 
 
 def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:

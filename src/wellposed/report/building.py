@@ -65,7 +65,7 @@ def report_page(
         size, before = len(text.encode()), budget
         if size <= limit:
             return text
-        budget = budget.halved()
+        budget = budget.smaller()
         if budget == before:
             raise ValueError(
                 f"expected a page of at most {limit:,} bytes, {len(material.subjects)} runs and diagnoses "

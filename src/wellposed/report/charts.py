@@ -88,13 +88,17 @@ class Budget:
     Args:
         points: of all training curves together.
         curve: values of one spectrum.
+        heads: whether single heads are in it.
     """
 
     points: int = 9000
     curve: int = 64
+    heads: bool = True
 
-    def halved(self) -> "Budget":
-        return Budget(max(self.points // 2, 1), max(self.curve // 2, 4))
+    def smaller(self) -> "Budget":
+        """The next one; the same where nothing more can be left out."""
+        curve = max(self.curve // 2, 8)
+        return Budget(max(self.points // 2, 1), curve, self.heads and self.curve > 8)
 
 
 def columns(**titles: str) -> tuple[Column, ...]:

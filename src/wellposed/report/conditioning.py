@@ -34,8 +34,14 @@ def conditioning_section(material: Material, budget: Budget) -> Section | Missin
     words = [
         "Natural logarithm of the condition number kappa of the token matrix, median over the images: the "
         "darker (in the dark, the brighter), the worse. ≥ marks a lower bound: the arithmetic cannot tell "
-        "more. Choose a cell, or a place in the menu below, to see its singular values."
+        "more."
     ]
+    if spectra.curves:
+        words.append("Choose a cell, or a place in the menu below, to see its singular values.")
+    else:
+        words.append(
+            "These records have no spectra; wellposed diagnose MODEL --images DIR --out DIR adds them."
+        )
     positions = sorted_positions(row[3] for row in rows)
     chart = Chart(
         columns=_COLUMNS,

@@ -8,6 +8,7 @@ from wellposed.report.subjects import Material
 
 TITLE = "Density of attention"
 ALL = "all"
+NO_HEADS = "Single heads are left out to keep the page small; report fewer runs together to see them."
 
 
 def density_section(material: Material, budget: Budget) -> Section | Missing:
@@ -23,7 +24,7 @@ def density_section(material: Material, budget: Budget) -> Section | Missing:
         )
         for subject in material.subjects
         for r in subject.select("entropy")
-        if finite(r.value) is not None and r.block is not None
+        if finite(r.value) is not None and r.block is not None and (budget.heads or r.head is None)
     ]
     if not rows:
         return Missing(TITLE, "wellposed diagnose MODEL --images DIR --what density --out DIR")
@@ -56,9 +57,12 @@ def density_section(material: Material, budget: Budget) -> Section | Missing:
     words = [
         "Entropy of the attention rows over its maximum, median over the images. 1 is uniform attention."
     ]
-    if heads == [ALL]:
+    thinned = ""
+    if not budget.heads:
+        thinned = NO_HEADS
+    elif heads == [ALL]:
         words.append(
             "These records have no single heads; wellposed diagnose MODEL --images DIR --what density --out "
             "DIR measures them."
         )
-    return Section(id="density", title=TITLE, words=tuple(words), chart=chart)
+    return Section(id="density", title=TITLE, words=tuple(words), chart=chart, thinned=thinned)

@@ -25,7 +25,7 @@ class Curve(NamedTuple):
 def training_section(material: Material, budget: Budget) -> Section | Missing:
     curves = [curve for subject in material.subjects for curve in curves_of(subject)]
     if not curves:
-        return Missing(TITLE, "wellposed train, whose folders this report then takes")
+        return Missing(TITLE, "wellposed train --out RUN, then RUN in this report")
     most = max(budget.points // len(curves), _LEAST)
     has_epochs = all(epoch is not None for curve in curves for epoch, _ in curve.times)
     rows: list[tuple[Any, ...]] = []
@@ -107,7 +107,7 @@ class Time(NamedTuple):
 def _time(rows: Sequence[Sequence[Any]], has_epochs: bool) -> Time:
     field, place = ("epoch", 4) if has_epochs else ("update", 5)
     known = [row[place] for row in rows if row[place] is not None]
-    return Time(field, min(known, default=0), max(known, default=1))
+    return Time(field, 0, max(known, default=1) or 1)
 
 
 def _spec(panels: list[str], time: Time, groups: list[str], is_short: bool) -> dict[str, Any]:

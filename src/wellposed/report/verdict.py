@@ -172,8 +172,8 @@ def _next(material: Material, groups: dict[str, list[Subject]]) -> Iterator[Sent
     dense = [value for subject in every if (value := mean_entropy(subject)) is not None]
     if dense and max(dense) >= DENSE and "broadcast" not in edits:
         yield (
-            f"Attention is dense (mean entropy up to {max(dense):.3f}): Context Broadcasting gives it the "
-            "mean of the tokens for nothing: try ",
+            f"Attention is dense (mean entropy up to {max(dense):.3f}): Context Broadcasting supplies "
+            "the uniform part directly: try ",
             Code("wp.broadcast_context(model)"),
             ".",
         )
