@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,8 @@ import short_runs
 import study_runner
 from wellposed.probes.diagnosis import Diagnosis
 from wellposed.report import read_data, read_material, report_page
-from wellposed.study import catalogue
+from wellposed.study import catalogue, ledger
+from wellposed.study.plan import RunRecord
 from wellposed.train.report import read_run
 
 
@@ -48,9 +50,12 @@ def test_a_study(tmp_path: Path) -> None:
     assert [row["name"] for row in data["runs"]] == [
         f"skip-ablation: {label}" for label in ("all skips", "no FFN skip", "no attention skip")
     ]
-    lines = [json.loads(line) for line in (tmp_path / "out" / "records.jsonl").read_text().splitlines()]
-    best = [line for line in lines if line["label"] == "all skips" and line["best"]]
-    mean = sum(100 * line["result"]["test"]["accuracy"] for line in best) / len(best)
+    best = [
+        run
+        for run in study_runner.runs_of(tmp_path / "out")
+        if run.label == "all skips" and run.best and not run.trial
+    ]
+    mean = sum(run.accuracy or 0.0 for run in best) / len(best)
     assert data["runs"][0]["accuracy"] == pytest.approx(mean)
     assert {row["kappa"] for row in data["conditioning"]} == {20.0, 30.0, 40.0, 50.0, 400.0}
     assert "Study skip-ablation" in material.conclusions[0]
@@ -67,8 +72,9 @@ def test_jacobian_rows_of_a_study(tmp_path: Path) -> None:
         "block": 0,
     }
     row |= {"position": "attention", "points": 3, "relative": relative, "weights": "last"}
-    run = {"label": "plain", "data": "digits", "seed": 0, "recipe": {}, "state": "finished", "result": {}}
-    (tmp_path / "records.jsonl").write_text(json.dumps({**run, "measured": [row]}) + "\n")
+    told: dict[str, Any] = {"fields": {}, "chosen": {}, "recipe": {}, "state": "finished", "result": {}}
+    run = RunRecord(label="plain", data="digits", seed=0, **told, measured=[row], run="one")
+    ledger.write(tmp_path, [run], [])
     (tmp_path / "summary.json").write_text(json.dumps({"study": "jacobian-spectrum", "verdict": "not"}))
     rows = read_data(report_page(read_material([tmp_path])))["jacobian"]
     assert [(row["eps"], row["share"], row["value"]) for row in rows] == [
@@ -109,6 +115,13 @@ def test_an_empty_folder_and_nothing_at_all(tmp_path: Path) -> None:
         read_material([tmp_path])
     with pytest.raises(ValueError, match="got none"):
         read_material([])
+
+
+def test_a_study_of_another_version(tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").write_text('{"label": "plain", "of another": "version"}\n')
+    (tmp_path / "summary.json").write_text('{"study": "skip-ablation"}')
+    with pytest.raises(ValueError, match=r"none that this version can read .*1 records of another version"):
+        read_material([tmp_path])
 
 
 def test_the_same_name_twice(tmp_path: Path) -> None:

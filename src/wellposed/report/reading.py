@@ -39,6 +39,11 @@ def read_material(paths: Sequence[str | Path]) -> Material:
         found, said = _read(path)
         subjects += found
         conclusions += said
+    if not subjects:
+        raise ValueError(
+            f"expected records of runs in {', '.join(map(str, paths))}, got none that this version can read "
+            f"({' '.join(conclusions)}); the command that made them makes them again."
+        )
     return Material(tuple(with_unique_names(_grouped(subjects))), tuple(conclusions))
 
 

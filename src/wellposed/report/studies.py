@@ -1,6 +1,5 @@
 """The folder of a study as subjects: the one place that knows its files."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -9,8 +8,12 @@ from typing import Any
 from wellposed.records import Record, from_dict
 from wellposed.report.environment_words import environment_text
 from wellposed.report.subjects import JacobianCurve, Subject, edits_of
+from wellposed.study.files import SUMMARY, read_summary
+from wellposed.study.ledger import RECORDS
+from wellposed.study.ledger import read as read_records
+from wellposed.study.plan import RunRecord
+from wellposed.train.recipe import Recipe
 
-RECORDS, SUMMARY = "records.jsonl", "summary.json"
 _JACOBIAN = "jacobian spectrum"
 _KNOWN = {field.name for field in fields(Record)}
 
@@ -21,41 +24,41 @@ def is_study(folder: Path) -> bool:
 
 def read_study(folder: Path) -> tuple[list[Subject], list[str]]:
     """A subject for each run that stands for its variant, and what the study concluded."""
-    summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    lines = [json.loads(line) for line in (folder / RECORDS).read_text(encoding="utf-8").splitlines() if line]
+    summary = read_summary(folder)
+    runs, alone, strange = read_records(folder)
     study = str(summary.get("study", folder.name))
-    runs = [
-        line for line in lines if "label" in line and line.get("best", True) and line.get("reported", True)
-    ]
-    several = len({line.get("data") for line in runs}) > 1
-    subjects = [_subject(line, summary, study, several) for line in runs]
-    alone = [line for line in lines if "label" not in line]
+    shown = [run for run in runs if run.best and run.reported and not run.trial]
+    several = len({run.data for run in shown}) > 1
+    subjects = [_subject(run, summary, study, several) for run in shown]
     if alone:
         subjects.append(_without_run(alone, summary, study))
     said = f"Study {study} ({summary.get('paper', '')}): {summary.get('claim', '')} "
     said += f"Verdict: {summary.get('verdict', 'none')}. {summary.get('reason', '')}"
+    if strange:
+        said += f" {len(strange)} records of another version of wellposed are left out."
     return subjects, [said.strip()]
 
 
-def _subject(line: Mapping[str, Any], summary: Mapping[str, Any], study: str, several: bool) -> Subject:
-    recipe, result = line.get("recipe") or {}, line.get("result") or {}
-    label = f"{line['label']}, {line.get('data')}" if several else str(line["label"])
-    measured = line.get("measured") or []
+def _subject(run: RunRecord, summary: Mapping[str, Any], study: str, several: bool) -> Subject:
+    # A record leaves out what is a recipe's default.
+    recipe = {**Recipe().to_mapping(), **run.recipe}
+    label = f"{run.label}, {run.data}" if several else run.label
+    told = {"data": run.data, "seed": str(run.seed), "state": run.state}
     return Subject(
-        name=f"{study}: {label}, seed {line.get('seed')}",
+        name=f"{study}: {label}, seed {run.seed}",
         group=f"{study}: {label}",
         kind="run",
-        seed=line.get("seed"),
+        seed=run.seed,
         edits=edits_of(recipe),
-        key=(study, str(recipe.get("model")), str(line.get("data"))),
+        key=(study, str(recipe.get("model")), run.data),
         recipe=recipe,
-        lines=[event for point in line.get("curve") or [] for event in _events(point)],
-        summary={**result, "finished": line.get("state") == "finished"},
-        records=_records(measured),
-        measured_on=f"study {study}, {_weights(measured)} weights" if measured else "",
-        jacobians=_jacobians(measured, str(line["label"])),
+        lines=[event for point in run.curve for event in _events(point)],
+        summary={**run.result, "finished": run.state == "finished"},
+        records=_records(run.measured),
+        measured_on=f"study {study}, {_weights(run.measured)} weights" if run.measured else "",
+        jacobians=_jacobians(run.measured, run.label),
         provenance=_provenance(summary, study)
-        | {"data": str(line.get("data")), "seed": str(line.get("seed")), "state": str(line.get("state"))}
+        | told
         | {f"recipe: {key}": str(value) for key, value in recipe.items()},
         notes=tuple(map(str, summary.get("notes", []))),
     )
@@ -86,7 +89,7 @@ def _events(point: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _weights(rows: Sequence[Mapping[str, Any]]) -> str:
     """Whose measurements count where a run was measured at several moments."""
     present = {row.get("weights") for row in rows}
-    return next((name for name in ("best", "last") if name in present), "the run's")
+    return next((name for name in ("last", "best") if name in present), "the run's")
 
 
 def _records(rows: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
@@ -119,4 +122,5 @@ def _jacobians(rows: Sequence[Mapping[str, Any]], label: str) -> tuple[JacobianC
 
 def _provenance(summary: Mapping[str, Any], study: str) -> dict[str, str]:
     told = {"study": study, "command": str(summary.get("command", ""))}
-    return told | environment_text(summary.get("environment") or {})
+    surroundings = summary.get("environments") or [{}]
+    return told | environment_text(surroundings[-1])

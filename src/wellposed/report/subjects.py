@@ -130,6 +130,8 @@ def edits_of(recipe: Mapping[str, Any]) -> tuple[str, ...]:
     if recipe.get("broadcast"):
         where = f"{recipe.get('broadcast_where', 'mlp.end')}{_blocks(recipe.get('broadcast_blocks'))}"
         told.append(f"broadcasting {recipe['broadcast']} at {where}")
+    if recipe.get("uniform_heads"):
+        told.append(f"{recipe['uniform_heads']} uniform heads{_blocks(recipe.get('uniform_blocks'))}")
     if recipe.get("remove_skips"):
         told.append(f"no {recipe['remove_skips']} skips{_blocks(recipe.get('skip_blocks'))}")
     return tuple(told)
