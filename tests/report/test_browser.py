@@ -88,6 +88,17 @@ def test_a_click_opens_the_spectrum_of_that_place(browser: Any, report: Path) ->
         playwright.expect(said).to_contain_text("block 1, ffn.sum: kappa")
 
 
+def test_a_tooltip_tells_the_record(browser: Any, report: Path) -> None:
+    with opened(browser, report) as page:
+        page.locator("#conditioning-choose").select_option(label="second")
+        cells = page.locator("#conditioning-chart svg .mark-rect.role-mark.layer_0_marks path")
+        cells.nth(8).hover()
+        tip = page.locator(".tip")
+        playwright.expect(tip).to_be_visible()
+        assert tip.locator("dt").all_inner_texts()[:4] == ["block", "module", "position", "kappa"]
+        assert tip.locator("dd").all_inner_texts()[:4] == ["1", "blocks.1", "attention.branch", "509"]
+
+
 def test_a_table_sorts_both_ways(browser: Any, report: Path) -> None:
     with opened(browser, report) as page:
         page.locator("#conditioning summary").click()

@@ -70,6 +70,19 @@ def test_spectra_are_those_of_the_records(paths: list[Path]) -> None:
         assert spectra[row["spectrum"]]["index"] == list(range(1, 17))
 
 
+def test_jacobian_spectra_are_those_of_the_records(paths: list[Path]) -> None:
+    rows = read_data(report_page(read_material(paths)))["jacobian"]
+    curves = {
+        f"block {r.block}, {r.position}": r.curve for r in make.records() if r.measure == "jacobian kappa"
+    }
+    assert {row["panel"] for row in rows} == curves.keys()
+    for panel, curve in curves.items():
+        shown = [row for row in rows if row["panel"] == panel]
+        assert len(shown) == 64  # of 90
+        for row in shown:
+            assert row["value"] == curve[round(row["share"] * 89)] / curve[0]
+
+
 def test_training_curves_are_those_of_the_run(tmp_path: Path) -> None:
     lines = make.write_run(tmp_path / "run", epochs=4)
     data = read_data(report_page(read_material([tmp_path / "run"])))["training"]

@@ -29,11 +29,12 @@ def bounds_section(material: Material, budget: Budget) -> Section | Missing:
             r.value,
             finite(r.bound),
             finite(r.bound / r.value) if r.bound and r.value else None,
+            r.status,
             *_counts(r.verdicts),
         )
         for subject, r in bounded
     )
-    counts = [sum(column) for column in zip(*(row[8:] for row in rows), strict=True)]
+    counts = [sum(column) for column in zip(*(row[9:] for row in rows), strict=True)]
     told = ", ".join(f"{name} {count:,} times" for name, count in zip(VERDICTS, counts, strict=True) if count)
     infinite = sum(row[6] is None for row in rows)
     words = [
@@ -42,6 +43,8 @@ def bounds_section(material: Material, budget: Budget) -> Section | Missing:
         "the further above, the looser it is.",
         f"Over images, windows and heads: {told}.",
     ]
+    if any(record.status == "at least" for _, record in bounded):
+        words.append('Where the status is "at least", the arithmetic cannot tell a larger kappa from it.')
     if infinite:
         words.append(
             f"{infinite} of {len(rows)} bounds are infinite (tokens or weights without full rank) and not "
@@ -67,6 +70,7 @@ def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
             measured="measured",
             bound="bound",
             margin="bound / measured",
+            status="status of measured",
             **verdicts,
         ),
         rows=rows,
@@ -103,7 +107,7 @@ def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
                         "shape": {"field": "measure", "type": "nominal", "title": None},
                         "tooltip": [
                             {"field": name}
-                            for name in ("measure", "block", "head", "measured", "bound", "margin")
+                            for name in ("measure", "block", "head", "measured", "bound", "margin", "status")
                         ],
                     },
                 },

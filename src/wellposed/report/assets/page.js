@@ -78,6 +78,7 @@
     if (!value) return;
     const list = make("dl");
     for (const [name, entry] of Object.entries(value)) {
+      if (entry === "null" || entry === "undefined" || entry === null) continue; // how Vega-Lite writes nothing
       const title = make("dt", name.replaceAll("_", " "));
       const text = make("dd");
       text.append(isolated(shown(typeof entry === "string" && entry !== "" && !isNaN(+entry) ? +entry : entry)));
