@@ -10,7 +10,7 @@ from typing import Any
 from wellposed.study import compare, figures
 from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport, grid
 from wellposed.study.trained.bases import vit
-from wellposed.study.trained.skip_ablation import ALL, NO_ATTENTION, NO_FFN, STRONG, VARIANTS
+from wellposed.study.trained.skip_ablation import ALL, LONG, NO_ATTENTION, NO_FFN, VARIANTS
 from wellposed.train.recipe import Recipe
 
 DEPTHS = (3, 6, 12, 24)
@@ -41,7 +41,7 @@ def cells(scale: Scale) -> list[Cell]:
 
 def base(scale: Scale, data: str) -> Recipe:
     if scale == "paper":
-        return vit("small", data, **STRONG | {"epochs": 300})
+        return vit("small", data, **LONG | {"epochs": 300})
     # Without skips the smaller of the paper scale's two rates is the safe one.
     return vit(scale, data, lr=LR, epochs=15)
 
