@@ -33,9 +33,23 @@ def demo(
 
 @app.command()
 def diagnose(
-    model: Annotated[str, typer.Argument(help="A timm name, hf:NAME_OR_FOLDER or tv:NAME.")],
-    images: Annotated[Path, typer.Option(help="A folder of images, or one image.")],
-    weights: Annotated[Path | None, typer.Option(help="A .safetensors file for the model.")] = None,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_RUN", help="A timm name, hf:NAME_OR_FOLDER, tv:NAME, or the folder of a run."
+        ),
+    ],
+    images: Annotated[
+        Path | None,
+        typer.Option(help=r"A folder of images, or one image. \[default: test images of the run's data]"),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BEST|LAST|FILE",
+            help=r"Of a run: best or last; of a model: a .safetensors file. \[default: best; random]",
+        ),
+    ] = None,
     pretrained: Annotated[bool, typer.Option(help="Download the library's own weights.")] = False,
     what: Annotated[
         str | None,
@@ -52,39 +66,66 @@ def diagnose(
     image_size: Annotated[
         int | None, typer.Option(min=1, help="Side of the model's images, if not its own.")
     ] = None,
+    model_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="For the model's library, such as num_classes=10 or patch_size=4; may be repeated.",
+        ),
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help=r"cpu, cuda, ... \[default: a GPU if there is one]")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for diagnosis.csv, .json and .html.")] = None,
-    seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
+    seed: Annotated[int | None, typer.Option(help=r"Of random weights. \[default: 0]")] = None,
 ) -> None:
-    """Measure how ill-conditioned a model is on your images, and print the worst blocks first."""
+    """Measure how ill-conditioned a model or a training run is, and print the worst blocks first."""
     with _plain_errors():
         import torch
 
         import wellposed
-        from wellposed.models import build, describe_weights
+        from wellposed import diagnosing
         from wellposed.train.environment import environment
 
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        options: dict[str, Any] = {} if image_size is None else {_size_option(model): image_size}
-        built = build(model, weights=weights, pretrained=pretrained, seed=seed, **options).to(kind)
+        if diagnosing.is_folder(model):
+            by_name = {"--pretrained": pretrained or None, "--image-size": image_size}
+            _refuse_for_a_run(by_name | {"--model-option": model_option or None, "--seed": seed})
+            target = diagnosing.trained_model(model, images, weights=weights, count=max_images, device=kind)
+        else:
+            target = diagnosing.named_model(
+                model,
+                images,
+                weights=weights,
+                pretrained=pretrained,
+                image_size=image_size,
+                options=options.model_options(model_option or ()),
+                seed=seed or 0,
+                device=kind,
+            )
         measures: Any = [name.strip() for name in what.split(",")] if what and what != "all" else what
         diagnosis = wellposed.diagnose(
-            built,
-            images,
+            target.model,
+            target.images,
             what=measures,
             blocks=None if blocks is None else indices(blocks),
             max_images=max_images,
             batch_size=batch_size,
         )
-        diagnosis.about.update({"model": model, "weights": describe_weights(built), "seed": seed})
-        diagnosis.about.update({"data": images.name or str(images), "environment": environment()})
-        diagnosis.notes.append(describe_weights(built))
+        diagnosis.about.update({**target.about, "environment": environment()})
+        diagnosis.notes.extend([*target.notes, target.about["weights"]])
         typer.echo(str(diagnosis))
         if out is not None:
             diagnosis.save(out)
             typer.echo(f"\nwritten to {out}: diagnosis.csv, diagnosis.json, diagnosis.html")
+
+
+def _refuse_for_a_run(given: dict[str, Any]) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{option} is for models by name; a run's model is as its recipe says, leave {option} out."
+            )
 
 
 @app.command()
@@ -425,10 +466,6 @@ def _sizes(text: str | None) -> list[int] | None:
     if found is not None and min(found) < 1:
         raise ValueError(f"sizes must be positive, got {text!r}; 64,196,576 are examples.")
     return found
-
-
-def _size_option(model: str) -> str:
-    return "img_size" if ":" not in model else "image_size"
 
 
 @contextmanager

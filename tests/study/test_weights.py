@@ -14,7 +14,7 @@ from study_records import kept
 from wellposed.nn import TokenGraying
 from wellposed.study.measured.entropy_per_head import entropy_per_head
 from wellposed.study.measured.kappa_per_layer import FOUR, kappa_after, kappa_per_layer
-from wellposed.study.measured.weights import open_run
+from wellposed.train.trained_run import open_run
 
 TEST_IMAGES = 400
 

@@ -59,7 +59,7 @@ def values(flags: Mapping[str, Any]) -> dict[str, Any]:
     parsed = {}
     for name, text in flags.items():
         if name == _OPTION:
-            parsed["model_options"] = _model_options(text)
+            parsed["model_options"] = model_options(text)
         else:
             parsed[name] = parse(name, text) if isinstance(text, str) else text
     return parsed
@@ -81,7 +81,7 @@ def assignments(texts: Iterable[str]) -> dict[str, Any]:
         if name == "model_options":
             raise ValueError(f"expected one option, such as model_options.depth=6, got {text!r}.")
         parsed[name] = parse(name, value.strip())
-    return {**parsed, "model_options": _model_options(options)} if options else parsed
+    return {**parsed, "model_options": model_options(options)} if options else parsed
 
 
 def parse(name: str, text: str) -> Any:
@@ -107,7 +107,8 @@ def _one(kind: Any, text: str) -> Any:
     return text
 
 
-def _model_options(texts: Iterable[str]) -> dict[str, Any]:
+def model_options(texts: Iterable[str]) -> dict[str, Any]:
+    """Values of texts such as ``depth=6``."""
     options = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))

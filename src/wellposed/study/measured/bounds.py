@@ -16,9 +16,10 @@ from wellposed.records import Record
 from wellposed.study.compact import thinned
 from wellposed.study.compare import spread
 from wellposed.study.figures import Canvas
+from wellposed.study.measured.rows import measured_row
 from wellposed.study.measured.settings import plain_vit_with_checkpoints
-from wellposed.study.measured.weights import Moment, TrainedRun, measured_row, open_run
 from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport, Verdict
+from wellposed.train.trained_run import Moment, TrainedRun, open_run
 
 MEASURES = {
     "kappa 4.1 linear": "Prop. 4.1, linear attention, no skip",

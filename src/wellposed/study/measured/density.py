@@ -15,8 +15,8 @@ from wellposed.study.figures import Canvas
 from wellposed.study.measured.entropy_per_head import IMAGES, entropy_per_head
 from wellposed.study.measured.settings import plain_vit
 from wellposed.study.measured.softmax_rows import NORMS, attention_rows
-from wellposed.study.measured.weights import open_run
 from wellposed.study.plan import Cell, RunRecord, Scale, Study, StudyRecords, StudyReport
+from wellposed.train.trained_run import open_run
 
 LABEL = "plain"
 DENSE = 0.5

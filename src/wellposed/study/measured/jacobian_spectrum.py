@@ -17,9 +17,9 @@ from wellposed.probes import jacobian_spectrum as spectrum_of
 from wellposed.study.compare import Claim, difference, spread, verdict
 from wellposed.study.figures import Canvas
 from wellposed.study.measured.settings import plain_vit
-from wellposed.study.measured.weights import Moment, TrainedRun, open_run
 from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport
 from wellposed.train.recipe import Recipe
+from wellposed.train.trained_run import Moment, TrainedRun, open_run
 
 MEASURE = "jacobian spectrum"
 EPS = (1.0, 0.9, 0.7, 0.5)

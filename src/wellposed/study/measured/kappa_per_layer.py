@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wellposed.probes import diagnose
-from wellposed.study.measured.weights import IMAGES, Moment, TrainedRun, measured_row, open_run
+from wellposed.study.measured.rows import measured_row
+from wellposed.train.trained_run import IMAGES, Moment, TrainedRun, open_run
 
 FOUR = ("attention.branch", "attention.skip", "ffn.branch", "ffn.skip")
 """The paper's positions (1) to (4)."""
