@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from wellposed.train.fitting import Result, fit
     from wellposed.train.recipe import Recipe
+    from wellposed.train.trained_run import TrainedRun, open_run
 
-__all__ = ["Recipe", "Result", "fit"]
+__all__ = ["Recipe", "Result", "TrainedRun", "fit", "open_run"]
 
-_HOME = {"Recipe": "recipe", "Result": "fitting", "fit": "fitting"}
+_HOME = {
+    "Recipe": "recipe",
+    "Result": "fitting",
+    "TrainedRun": "trained_run",
+    "fit": "fitting",
+    "open_run": "trained_run",
+}
 
 
 def __getattr__(name: str) -> Any:
