@@ -3,39 +3,27 @@
     python examples/diagnose_checkpoint.py --epochs 10
 
 The first lines train a small checkpoint, so that the script runs without one; then the folder that
-`wellposed train` leaves is opened by plain timm. With your own file, wellposed.models.build does the same:
-build("vit_base_patch16_224", weights="mine.safetensors").
+`wellposed train` leaves is opened. `wellposed diagnose runs/checkpoint` does the measuring alone. With your
+own file, wellposed.models.build makes the model: build("vit_base_patch16_224", weights="mine.safetensors").
 """
 
 import argparse
 
-import timm
-import torch
-from safetensors.torch import load_file
-
 import wellposed as wp
-from wellposed.train import Recipe, fit
-from wellposed.train.data.digits import all_digits
+from wellposed.train import Recipe, fit, open_run
 
 
 def main(epochs: int, depth: int) -> None:
     recipe = Recipe(epochs=epochs, model_options={"depth": depth}, trackers=())
-    run = fit(recipe, out="runs/checkpoint", overwrite=True, quiet=True)
+    folder = fit(recipe, out="runs/checkpoint", overwrite=True, quiet=True).folder
 
-    torch.manual_seed(0)
-    options = {"depth": depth, "img_size": 8, "patch_size": 2, "in_chans": 1, "num_classes": 10}
-    untrained = timm.create_model("test_vit", **options)
-    trained = timm.create_model("test_vit", **options)
-    trained.load_state_dict(load_file(run.folder / "best" / "model.safetensors"))
-
-    pixels, _ = all_digits()
-    images = torch.from_numpy(pixels[:32]).unsqueeze(1) / 127.5 - 1  # as the run's card says
-    before, after = wp.diagnose(untrained, images), wp.diagnose(trained, images)
+    run = open_run(folder)  # its images are some of the run's own test images
+    before, after = (wp.diagnose(run.model(weights), run.images) for weights in ("initial", "best"))
     print(after)
     print(before.compare(after, ("untrained", "trained")))
-    after.save(run.folder / "diagnosis")
+    after.save(folder / "diagnosis")
     worst = max(after.select("kappa", position="attention.branch"), key=lambda record: record.value)
-    print(f"worst: {worst.module}, kappa {worst.text()}; written to {run.folder / 'diagnosis'}")
+    print(f"worst: {worst.module}, kappa {worst.text()}; written to {folder / 'diagnosis'}")
 
 
 if __name__ == "__main__":
