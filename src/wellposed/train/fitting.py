@@ -19,6 +19,7 @@ from torch import Tensor
 
 from wellposed.surgery import edits as edits_of
 from wellposed.train.agree import wait_for_all
+from wellposed.train.attention_kernels import without_cudnn_attention
 from wellposed.train.batches import EvalBatches, TrainBatches, make_batches
 from wellposed.train.batches.order import slot_positions
 from wellposed.train.checkpoint import Store
@@ -87,7 +88,7 @@ def fit(
     console = Console(stderr=True, quiet=quiet) if console is None or quiet else console
     trackers = tracker_names(recipe)
     check_optimizer(recipe)
-    with generators_kept():
+    with generators_kept(), without_cudnn_attention():
         accelerator = make_accelerator(recipe, trackers, "runs" if out is None else out)
         prepared = prepare(recipe, accelerator)
         folder = default_folder(prepared.recipe) if out is None else Path(out)
