@@ -51,7 +51,7 @@ def about(session: "Session", records: StudyRecords, before: Mapping[str, Any]) 
 
 def _environments(before: Sequence[Mapping[str, Any]], has_worked: bool) -> list[Mapping[str, Any]]:
     """Of the calls that trained or measured, each once, with its latest time."""
-    if before and not has_worked:
+    if not has_worked:
         return list(before)
     now = environment()
     now.pop("command")
