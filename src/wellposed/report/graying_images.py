@@ -45,7 +45,7 @@ def gallery(material: Material, folder: Path | None) -> Gallery:
             return digits(patch)
         if not colon and Path(data).is_dir():
             return from_folder(Path(data))
-        if kind in _QUICK and Path(rest).exists():
+        if rest and kind in _QUICK and Path(rest).exists():
             return _of_set(data, kind, patch)
         away = f", because the images of {kind} are not at hand"
     return digits(patch, away)

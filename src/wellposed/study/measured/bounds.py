@@ -47,8 +47,7 @@ Rows = Sequence[Mapping[str, Any]]
 def cells(scale: Scale) -> list[Cell]:
     return [
         Cell("all skips"),
-        # It learns from Xavier's start and with smaller steps only.
-        Cell("no attention skip", {"remove_skips": "attention", "init": "xavier", "lr": 3e-4}),
+        Cell("no attention skip", {"remove_skips": "attention", "init": "xavier"}),
     ]
 
 
