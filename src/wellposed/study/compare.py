@@ -22,9 +22,18 @@ LEAST = 2.0
 """Points of accuracy that one run a side must differ by: with one seed there is no deviation to compare."""
 
 Says = Literal["higher", "lower", "same"]
-Outcome = Literal["holds", "holds, smaller", "no difference", "contrary", "one seed cannot tell", "missing"]
-SMALLER = 0.5
-"""Less than this share of the paper's difference is no reproduction of it, though the direction holds."""
+Outcome = Literal[
+    "holds",
+    "holds, smaller",
+    "holds, larger",
+    "no difference",
+    "contrary",
+    "one seed cannot tell",
+    "missing",
+]
+OTHER = 2.0
+"""A difference that is this many times smaller or larger than the paper's is no reproduction of it, though the
+direction holds."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +146,11 @@ class Claim:
             return "no difference"
         if (self.found.mean > 0) != (self.says == "higher"):
             return "contrary"
-        is_smaller = self.paper is not None and abs(self.found.mean) < SMALLER * abs(self.paper)
-        return "holds, smaller" if is_smaller else "holds"
+        if self.paper is not None and abs(self.found.mean) < abs(self.paper) / OTHER:
+            return "holds, smaller"
+        if self.paper is not None and abs(self.found.mean) > abs(self.paper) * OTHER:
+            return "holds, larger"
+        return "holds"
 
     def __str__(self) -> str:
         if self.found is None:
@@ -146,6 +158,7 @@ class Claim:
         told = {
             "holds": "holds",
             "holds, smaller": "the direction holds, but it is less than half of the paper's",
+            "holds, larger": "the direction holds, but it is more than twice the paper's",
             "no difference": f"no difference, {self._why_none()}",
             "contrary": f"contrary, the paper says {self.says}",
             "one seed cannot tell": "one seed cannot tell",
@@ -171,7 +184,8 @@ def verdict(claims: Sequence[Claim]) -> tuple[Verdict, str]:
     if not claims:
         return "incomplete", "there is nothing to compare"
     outcomes = [claim.outcome for claim in claims]
-    held = sum(outcome in ("holds", "holds, smaller") for outcome in outcomes)
+    held = sum(outcome.startswith("holds") for outcome in outcomes)
+    off = sum(outcome.startswith("holds,") for outcome in outcomes)
     decided: Verdict
     if "missing" in outcomes or "one seed cannot tell" in outcomes:
         decided = "incomplete"
@@ -183,8 +197,9 @@ def verdict(claims: Sequence[Claim]) -> tuple[Verdict, str]:
         decided = "partly" if held else "not"
     counted = ""
     if len(claims) > 1:
-        counts = {0: f"none of {len(claims)} claims holds: ", len(claims): f"all {len(claims)} claims hold: "}
-        counted = counts.get(held, f"{held} of {len(claims)} claims {'holds' if held == 1 else 'hold'}: ")
+        counts = {0: f"none of {len(claims)} claims holds", len(claims): f"all {len(claims)} claims hold"}
+        counted = counts.get(held, f"{held} of {len(claims)} claims {'holds' if held == 1 else 'hold'}")
+        counted += f", {off} of them only by {'its' if off == 1 else 'their'} direction: " if off else ": "
     return decided, counted + "; ".join(map(str, claims))
 
 
