@@ -2,7 +2,7 @@
 
     python benchmarks/bounds_table.py --out results/bounds-digits
 
-Trains the demo's ViT (17 tokens of 48 channels, 3 heads, 6 blocks) on scikit-learn's digits, and puts the
+Trains a small ViT (17 tokens of 48 channels, 3 heads, 6 blocks) on scikit-learn's digits, and puts the
 measured kappa of 16 test images beside the bounds, before and after training.
 """
 
@@ -10,8 +10,9 @@ import argparse
 from pathlib import Path
 
 import torch
+from digit_training import train
 
-from wellposed import demo
+from wellposed.digits import build_model, load_digits
 from wellposed.probes import bounds
 from wellposed.probes.tables import as_text, bounds_table
 
@@ -23,12 +24,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/bounds-digits"))
     parser.add_argument("--epochs", type=int, default=20)
     arguments = parser.parse_args()
-    data = demo.load_digits(0)
-    model = demo.build_model(0)
+    data = load_digits(0)
+    model = build_model(0)
     images = data.test_x[:16]
     text = [f"torch {torch.__version__}, CPU, seed 0, one run, 16 test images, 6 blocks, 3 heads"]
     text += ["", "before training", as_text(bounds_table(bounds(model, images, images_limit=16)))]
-    for _ in demo.train(model, data, arguments.epochs, seed=0):
+    for _ in train(model, data, arguments.epochs, seed=0):
         pass
     text += ["", f"after {arguments.epochs} epochs"]
     text += [as_text(bounds_table(bounds(model, images, images_limit=16)))]

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import matplotlib
 import torch
+from digit_training import train
 from torch import Tensor
 
 import wellposed as wp
-from wellposed import demo
+from wellposed.digits import build_model, load_digits
 from wellposed.linalg import condition_number
 from wellposed.nn import PixelGraying
 from wellposed.nn.functional import broadcast
@@ -65,7 +66,7 @@ def draw_condition(path: Path) -> list[Point]:
 
 def draw_graying(path: Path) -> list[Point]:
     """One digit under pixel graying, and the spectrum of its patch matrix."""
-    image = demo.load_digits(0).test_x[0].double()
+    image = load_digits(0).test_x[0].double()
     figure = plt.figure(figsize=(9, 4.2), constrained_layout=True)
     grid = figure.add_gridspec(2, 7)
     spectrum = figure.add_subplot(grid[:, 4:])
@@ -166,15 +167,15 @@ def draw_broadcast(path: Path, epochs: int) -> list[Point]:
 
 
 def entropies(epochs: int) -> Iterator[Point]:
-    """Mean and deviation over the seeds, for each block of the demo's ViT."""
+    """Mean and deviation over the seeds, for each block of a small ViT."""
     edits: dict[str, Any] = {"as it is": None, "CB in every MLP": wp.broadcast_context}
     for name, edit in edits.items():
         by_block: dict[int, list[float]] = {}
         for seed in SEEDS:
-            data, model = demo.load_digits(seed), demo.build_model(seed)
+            data, model = load_digits(seed), build_model(seed)
             if edit is not None:
                 edit(model)
-            *_, loss = demo.train(model, data, epochs, seed)
+            *_, loss = train(model, data, epochs, seed)
             print(f"{name}, seed {seed}: loss {loss:.3f} after {epochs} epochs", flush=True)
             for record in wp.diagnose(model, data.test_x[:64], what="density").select("entropy", head=None):
                 by_block.setdefault(record.block, []).append(record.value)

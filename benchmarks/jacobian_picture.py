@@ -2,7 +2,7 @@
 
     python benchmarks/jacobian_picture.py --out results/jacobian-digits
 
-Trains the demo's ViT on scikit-learn's digits and takes the whole spectrum of the Jacobian of the first
+Trains a small ViT on scikit-learn's digits and takes the whole spectrum of the Jacobian of the first
 block's attention, without its skip, at the grayed tokens of one test image: 816 x 816, dense.
 """
 
@@ -12,8 +12,9 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from digit_training import train
 
-from wellposed import demo
+from wellposed.digits import build_model, load_digits
 from wellposed.probes import JacobianSpectrum, graying_sweep
 
 matplotlib.use("Agg")
@@ -51,9 +52,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/jacobian-digits"))
     parser.add_argument("--epochs", type=int, default=20)
     arguments = parser.parse_args()
-    data = demo.load_digits(0)
-    model = demo.build_model(0)
-    for _ in demo.train(model, data, arguments.epochs, seed=0):
+    data = load_digits(0)
+    model = build_model(0)
+    for _ in train(model, data, arguments.epochs, seed=0):
         pass
     sweeps = {
         method: graying_sweep(model, data.test_x[:1], EPS, gray_method=method, where="blocks")

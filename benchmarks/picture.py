@@ -2,32 +2,38 @@
 
     python benchmarks/picture.py --out results/kappa-digits
 
-Trains the demo's ViT on scikit-learn's digits three times (all skips, none around the FFN, none around
+Trains a small ViT on scikit-learn's digits three times (all skips, none around the FFN, none around
 attention), draws the picture and writes the numbers beside it.
 """
 
 import argparse
 import csv
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
 import torch
-from torch import Tensor
+from digit_training import PROBE_IMAGES, train
+from torch import Tensor, nn
 
 import wellposed as wp
-from wellposed import demo
+from wellposed.digits import Digits, build_model, load_digits
 from wellposed.records import Record
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 EPS = (1.0, 0.9, 0.7, 0.5)
-VARIANTS = ("as it is", "no FFN skips", "no attention skips")
+VARIANTS: dict[str, Callable[[nn.Module], object]] = {
+    "as it is": lambda model: None,
+    "no FFN skips": lambda model: wp.remove_skips(model, "ffn"),
+    "no attention skips": lambda model: wp.remove_skips(model, "attention"),
+}
 
 
 def spectra(images: Tensor) -> dict[float, Tensor]:
     """Mean singular values of the first block's tokens, relative to the largest, over eps."""
-    model = demo.build_model(0).eval()
+    model = build_model(0).eval()
     caught: list[Tensor] = []
     model.blocks[0].register_forward_pre_hook(lambda block, args: caught.append(args[0]))
     with torch.inference_mode():
@@ -40,15 +46,13 @@ def spectra(images: Tensor) -> dict[float, Tensor]:
     return values
 
 
-def kappa_by_block(name: str, data: demo.Digits, epochs: int) -> dict[str, list[Record]]:
+def kappa_by_block(name: str, data: Digits, epochs: int) -> dict[str, list[Record]]:
     """Median kappa of the attention and FFN branch of each block after training."""
-    model = demo.build_model(0)
-    edit = dict(demo.VARIANTS)[name]
-    if edit is not None:
-        edit(model)
-    for _ in demo.train(model, data, epochs, seed=0):
+    model = build_model(0)
+    VARIANTS[name](model)
+    for _ in train(model, data, epochs, seed=0):
         pass
-    diagnosis = wp.diagnose(model, data.test_x[: demo.PROBE_IMAGES], what="conditioning")
+    diagnosis = wp.diagnose(model, data.test_x[:PROBE_IMAGES], what="conditioning")
     return {role: diagnosis.select("kappa", position=f"{role}.branch") for role in ("attention", "ffn")}
 
 
@@ -80,14 +84,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/kappa-digits"))
     parser.add_argument("--epochs", type=int, default=20)
     arguments = parser.parse_args()
-    data = demo.load_digits(0)
-    by_eps = spectra(data.test_x[: demo.PROBE_IMAGES])
+    data = load_digits(0)
+    by_eps = spectra(data.test_x[:PROBE_IMAGES])
     by_block = {name: kappa_by_block(name, data, arguments.epochs) for name in VARIANTS}
     draw(by_eps, by_block, arguments.out)
     with arguments.out.with_suffix(".csv").open("w", newline="") as file:
         file.write(
             f"# torch {torch.__version__}, CPU, {arguments.epochs} epochs, seed 0, one run; median over "
-            f"{demo.PROBE_IMAGES} test images, float64 SVD of float32 tokens\n"
+            f"{PROBE_IMAGES} test images, float64 SVD of float32 tokens\n"
         )
         writer = csv.writer(file)
         writer.writerow(["model", "branch", "block", "kappa", "status"])

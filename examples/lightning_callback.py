@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import wellposed as wp
-from wellposed.demo import load_digits
+from wellposed.digits import load_digits
 from wellposed.probes import Monitor
 
 VIT = {"img_size": 8, "patch_size": 2, "in_chans": 1, "num_classes": 10, "embed_dim": 48}

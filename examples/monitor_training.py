@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
 import wellposed as wp
-from wellposed.demo import build_model, load_digits
+from wellposed.digits import build_model, load_digits
 from wellposed.probes import Monitor
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import wellposed as wp
-from wellposed.demo import load_digits
+from wellposed.digits import load_digits
 
 
 def main(epochs: int, depth: int) -> None:

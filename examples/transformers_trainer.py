@@ -9,7 +9,7 @@ import argparse
 from transformers import Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTForImageClassification
 
 import wellposed as wp
-from wellposed.demo import load_digits
+from wellposed.digits import load_digits
 from wellposed.probes import Monitor
 
 

@@ -1,61 +1,141 @@
-"""The demo measures what it prints."""
+"""The demo trains, measures what it prints, and writes a page of it."""
 
+import io
+import json
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from wellposed import demo
 from wellposed.cli import app
+from wellposed.records import Record
+from wellposed.report import read_data
+from wellposed.study.measured.weights import open_run
+
+FEW = (demo.PLAIN, demo.NO_ATTENTION)
+TINY = {"limit": 128, "model_options": {"embed_dim": 12, "depth": 1, "num_heads": 3}, "eval_every": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small():
+    """Two variants of a tiny model on a few images."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "COMMON", {**demo.COMMON, **TINY})
+        patch.setattr(demo, "VARIANTS", {name: demo.VARIANTS[name] for name in FEW})
+        patch.setenv("COLUMNS", "120")
+        yield
 
 
 @pytest.fixture(scope="module")
-def data() -> demo.Digits:
-    return demo.load_digits(0)
-
-
-def test_the_split_keeps_train_and_test_apart(data: demo.Digits) -> None:
-    assert (len(data.train_x), len(data.test_x)) == (1397, 400)
-    assert set(data.test_y.tolist()) == set(range(10))
-    other = demo.load_digits(1)
-    assert not torch.equal(other.test_x, data.test_x)
-
-
-def test_a_little_training_beats_guessing_and_repeats(data: demo.Digits) -> None:
-    results = []
-    for _ in range(2):
-        model = demo.build_model(0)
-        losses = list(demo.train(model, data, 3, seed=0))
-        results.append((losses, demo.accuracy(model, data)))
-    assert results[0] == results[1]
-    assert results[0][0][-1] < results[0][0][0]
-    assert results[0][1] > 0.3
-
-
-def test_kappa_is_that_of_the_tokens(data: demo.Digits) -> None:
-    images = data.test_x[:8]
-    model = demo.build_model(0).eval()
-    caught: list[torch.Tensor] = []
-    handle = model.blocks[0].register_forward_pre_hook(lambda block, args: caught.append(args[0]))
-    model(images)
-    handle.remove()
-    expected = statistics.median(torch.linalg.cond(caught[0].double()).tolist())
-    assert demo.measure(model, images)["kappa_in"].value == pytest.approx(expected)
-
-
-def test_the_command_prints_a_row_for_each_variant() -> None:
-    result = CliRunner().invoke(app, ["demo", "--epochs", "1"], env={"COLUMNS": "120"})
+def made(tmp_path_factory: pytest.TempPathFactory):
+    """A demo by its command: where, what it printed, and the rows of a second one in the same folder."""
+    out = tmp_path_factory.mktemp("here") / "demo"
+    result = CliRunner().invoke(app, ["demo", "--epochs", "2", "--out", str(out)])
     assert result.exit_code == 0, result.output
-    for name, _ in demo.VARIANTS:
-        assert name in result.output
-    assert "1397 training and 400 test images" in result.output
+    table = json.loads((out / demo.MARK).read_text())["table"]
+    again = demo.run(out, epochs=2, console=Console(file=io.StringIO()))
+    return out, result.output, table, again
+
+
+def test_the_command_prints_a_table_and_says_what_it_wrote(made) -> None:
+    out, output, table, _ = made
+    for row in table:
+        assert f"{row['name']} " in output
+        assert f"{row['accuracy']:.1%}" in output
+    assert "128 training and 400 test images, 2 epochs" in output
+    assert "Xavier" in output
+    assert (out / demo.PAGE).resolve().as_uri() in output
+
+
+def test_the_same_seed_gives_the_same_table(made) -> None:
+    _, _, table, again = made
+    assert again.exit_code == 0
+    assert [demo._plain(row) for row in again.rows] == table
+
+
+def test_the_page_has_the_numbers_of_the_table(made) -> None:
+    out, _, _, again = made
+    page = read_data((out / demo.PAGE).read_text(encoding="utf-8"))
+    shown = {row["name"]: row for row in page["runs"]}
+    assert list(shown) == [row.name for row in again.rows]
+    for row in again.rows:
+        assert shown[row.name]["accuracy"] == pytest.approx(100 * row.accuracy)
+    assert {"conditioning", "density", "training", "provenance"} <= set(page)
+
+
+def test_kappa_is_that_of_the_tokens_of_the_last_weights(made) -> None:
+    out, _, _, again = made
+    opened = open_run(out / demo.RUNS / demo.PLAIN, demo.PROBE_IMAGES)
+    model = opened.model(opened.moment("last"))
+    caught: list[torch.Tensor] = []
+    model.blocks[0].register_forward_pre_hook(lambda block, args: caught.append(args[0]))
+    with torch.inference_mode():
+        model(opened.images)
+    expected = statistics.median(torch.linalg.cond(caught[0].double()).tolist())
+    assert again.rows[0].kappa_in.value == pytest.approx(expected)
+
+
+def test_a_run_that_fails_is_told_with_the_end_of_its_log(tmp_path: Path, monkeypatch) -> None:
+    code = "import sys; print('no room here'); sys.exit(1)"
+    monkeypatch.setattr(demo, "COMMAND", (sys.executable, "-c", code))
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "demo")])
+    assert result.exit_code == 1
+    assert f"{demo.PLAIN} failed: exit code 1" in result.output
+    assert "no room here" in result.output
+    assert not (tmp_path / "demo" / demo.PAGE).exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "holds 'thesis.tex' and no demo.json; take another --out" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_an_interrupted_demo_goes_on_and_another_starts_anew(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    recipes = {"all-skips": {"epochs": 2}}
+    demo._make_room(out, recipes)
+    begun = out / demo.RUNS / "all-skips" / "run.jsonl"
+
+    def begin() -> None:
+        begun.parent.mkdir(exist_ok=True)
+        begun.write_text("{}")
+
+    begin()
+    demo._make_room(out, recipes)
+    assert begun.exists()
+    demo._make_room(out, {"all-skips": {"epochs": 3}})
+    assert not begun.exists()
+    begin()
+    mark = json.loads((out / demo.MARK).read_text())
+    (out / demo.MARK).write_text(json.dumps(mark | {"finished": True}))
+    demo._make_room(out, {"all-skips": {"epochs": 3}})
+    assert not begun.exists()
+
+
+def test_the_sentences_tell_what_was_measured() -> None:
+    def row(name: str, accuracy: float, kappa: float, status: str = "ok") -> demo.Row:
+        attention = Record(measure="kappa", value=kappa, status=status)
+        other = Record(measure="entropy", value=0.9)
+        return demo.Row(name, accuracy, other, attention, other, other)
+
+    rows = [row(demo.PLAIN, 0.95, 2e3), row(demo.NO_FFN, 0.93, 2e4)]
+    assert demo.findings(rows) == []
+    without_ffn, without_attention = demo.findings([*rows, row(demo.NO_ATTENTION, 0.96, 9e6, "at least")])
+    assert "accuracy -2.0 points, kappa of what attention adds 2,000 -> 20,000" in without_ffn
+    assert "accuracy +1.0 points, kappa of what attention adds 2,000 -> ≥ 9e6" in without_attention
 
 
 def test_help_needs_no_torch() -> None:
-    code = "import sys; import wellposed.cli; assert 'torch' not in sys.modules"
+    code = "import sys; import wellposed.cli, wellposed.demo; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -1,174 +1,253 @@
-"""A small ViT on handwritten digits, trained as it is and with each edit: what changes?
+"""A small ViT on handwritten digits, with and without its skips and with each edit: what changes?
 
-Real images that come with a package, so it runs offline; the numbers are those of this run.
+Real images that come with the package, so it runs offline. The variants are recipes of the trainer, one
+process each beside the others; then each is diagnosed, and the numbers of this run become a table and a page.
+
+An interrupted demo goes on when it is called again; a finished one is made anew.
 """
 
-from collections.abc import Callable, Iterator
+import json
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import timm
-import torch
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from rich.table import Table
-from torch import Tensor, nn
 
-import wellposed as wp
-from wellposed.probes.summary import Sample, summarize
-from wellposed.records import Record
-from wellposed.train.data.digits import TEST_IMAGES, all_digits
+from wellposed import __version__
+from wellposed.train.recipe import Recipe
+from wellposed.train.report import write_json
+from wellposed.train.sweep import COMMAND, alone_in, cores, failures, train_runs
+from wellposed.train.sweep.plan import Run
 
-PROBE_IMAGES = 128
+if TYPE_CHECKING:
+    from wellposed.records import Record
+
+MARK, RUNS, PAGE = "demo.json", "runs", "report.html"
+PROBE_IMAGES = 64
+PLAIN, NO_FFN, NO_ATTENTION = "all-skips", "no-ffn-skips", "no-attention-skips"
+
+COMMON: Mapping[str, Any] = {
+    "data": "digits",
+    "model": "vit_tiny_patch16_224",
+    "patch_size": 2,
+    "model_options": {"embed_dim": 48, "depth": 6, "num_heads": 3},
+    "init": "xavier",
+    "batch_size": 64,
+    "eval_every": 3,
+    "monitor_every": 42,
+    "trackers": (),
+    # On a GPU so small a model gains nothing, and the table would be that of another device.
+    "device": "cpu",
+}
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    PLAIN: {},
+    NO_FFN: {"remove_skips": "ffn"},
+    NO_ATTENTION: {"remove_skips": "attention"},
+    "grayed-spectral-0.7": {"graying": "spectral", "eps": 0.7},
+    "grayed-dct-0.95": {"graying": "dct", "eps": 0.95},
+    "cb": {"broadcast": "cb"},
+    "grayed-spectral-0.7-cb": {"graying": "spectral", "eps": 0.7, "broadcast": "cb"},
+}
 
 
 @dataclass(frozen=True)
-class Digits:
-    """8 x 8 grey images (n, 1, 8, 8), standardised, and their labels."""
+class Row:
+    """Of the table: medians over images and blocks, of the last weights.
 
-    train_x: Tensor
-    train_y: Tensor
-    test_x: Tensor
-    test_y: Tensor
+    Args:
+        name: of the variant and of the folder of its run.
+        accuracy: on all test images, from 0 to 1.
+        kappa_in: of the tokens that the first block gets.
+        kappa_attention, kappa_ffn: of what the branches add, without their skips.
+        entropy: of the attention rows.
+    """
+
+    name: str
+    accuracy: float
+    kappa_in: "Record"
+    kappa_attention: "Record"
+    kappa_ffn: "Record"
+    entropy: "Record"
+
+    @property
+    def measured(self) -> tuple["Record", ...]:
+        return (self.kappa_in, self.kappa_attention, self.kappa_ffn, self.entropy)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One row of the table."""
+    """The rows of the table, and the exit code of the command."""
 
-    name: str
-    accuracy: float
-    kappa_in: Record
-    kappa_attention: Record
-    kappa_ffn: Record
-    entropy: Record
+    rows: list[Row]
+    exit_code: int
 
 
-VARIANTS: tuple[tuple[str, Callable[[nn.Module], object] | None], ...] = (
-    ("as it is", None),
-    ("grayed, svd 0.7", lambda model: wp.gray_tokens(model, 0.7, "svd")),
-    ("grayed, dct 0.95", lambda model: wp.gray_tokens(model, 0.95, "dct")),
-    ("CB in every MLP", wp.broadcast_context),
-    ("no FFN skips", lambda model: wp.remove_skips(model, "ffn")),
-    ("no attention skips", lambda model: wp.remove_skips(model, "attention")),
-)
+def run(
+    out: str | Path = "demo",
+    *,
+    epochs: int = 15,
+    seed: int = 0,
+    console: Console | None = None,
+) -> Outcome:
+    """Train and measure every variant, print the table, write the page.
 
-
-def load_digits(seed: int) -> Digits:
-    pixels, labels = all_digits()
-    x = (torch.from_numpy(pixels).float() * 16 / 255).round().unsqueeze(1)  # the original grey levels
-    x = (x - x.mean()) / x.std()
-    y = torch.from_numpy(labels)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    test, train = order[:TEST_IMAGES], order[TEST_IMAGES:]
-    return Digits(x[train], y[train], x[test], y[test])
-
-
-def build_model(seed: int) -> nn.Module:
-    """ViT with 16 patches of 2 x 2 pixels and a class token.
-
-    Xavier initialisation, because with timm's own a model without skips does not start to learn.
+    Args:
+        out: gets ``report.html``, ``demo.json`` and the folder ``runs``.
+        epochs: passes over the training images.
+        seed: of the split, the weights and the order of the images.
+        console: where to print.
     """
-    torch.manual_seed(seed)
-    model: nn.Module = timm.create_model(
-        "vit_tiny_patch16_224",
-        img_size=8,
-        patch_size=2,
-        in_chans=1,
-        num_classes=10,
-        embed_dim=48,
-        depth=6,
-        num_heads=3,
+    out, console = Path(out), console or Console()
+    recipes = {name: Recipe(**COMMON, **edit, epochs=epochs, seed=seed) for name, edit in VARIANTS.items()}
+    runs = [Run(name, name, recipe, out / RUNS / name) for name, recipe in recipes.items()]
+    _make_room(out, {name: recipe.to_mapping() for name, recipe in recipes.items()})
+    jobs = min(cores(), len(runs))
+    children, code = train_runs(runs, out=out / RUNS, jobs=jobs, command=COMMAND, console=console)
+    for text in failures(children):
+        _say(console, text)
+    if any(child.state in ("waiting", "interrupted") for child in children):
+        _say(console, "stopped; the same command goes on where it was.")
+        return Outcome([], code)
+    folders = [child.run.folder for child in children if child.state == "finished"]
+    if not folders:
+        return Outcome([], code)
+    rows = [measure(folder) for folder in track(folders, "measuring", console=console, transient=True)]
+    console.print(as_table(rows, folders[0], epochs, seed))
+    for sentence in findings(rows):
+        _say(console, sentence)
+    _write(out, folders, rows)
+    where = (out / PAGE).resolve().as_uri()
+    _say(console, f"\nwritten to {out}: {PAGE}, {MARK}, {RUNS}\nopen {out / PAGE} in a browser: {where}")
+    return Outcome(rows, code)
+
+
+def measure(folder: Path) -> Row:
+    """Diagnose the last weights of a finished run; the diagnosis goes into its folder."""
+    import wellposed
+    from wellposed.study.measured.weights import open_run
+
+    opened = open_run(folder, PROBE_IMAGES)
+    model, images = opened.model(opened.moment("last")), opened.images
+    diagnosis = wellposed.diagnose(
+        model, images, attention_images=len(images), batch_size=len(images), progress=False
     )
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-    return model
+    about = {"model": opened.recipe.model, "data": opened.recipe.data, "seed": opened.recipe.seed}
+    diagnosis.about.update(about)
+    diagnosis.to_json(folder / "diagnosis.json")
+    return Row(
+        name=folder.name,
+        accuracy=_result(folder)["test"]["accuracy"],
+        kappa_in=_median(diagnosis.select("kappa", block=0, position="input")),
+        kappa_attention=_median(diagnosis.select("kappa", position="attention.branch")),
+        kappa_ffn=_median(diagnosis.select("kappa", position="ffn.branch")),
+        entropy=_median(diagnosis.select("entropy", head=None)),
+    )
 
 
-def train(model: nn.Module, data: Digits, epochs: int, seed: int) -> Iterator[float]:
-    """AdamW with a one-cycle schedule; yields the mean loss of each epoch."""
-    generator = torch.Generator().manual_seed(seed)
-    batch = 64
-    steps = len(data.train_x) // batch
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=epochs * steps)
-    model.train()
-    for _ in range(epochs):
-        order = torch.randperm(len(data.train_x), generator=generator)
-        total = 0.0
-        for indices in order[: steps * batch].reshape(steps, batch):
-            loss = nn.functional.cross_entropy(model(data.train_x[indices]), data.train_y[indices])
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            optimizer.step()
-            schedule.step()
-            total += loss.item()
-        yield total / steps
+def _median(records: Sequence["Record"]) -> "Record":
+    """Over the images of all the records."""
+    import torch
+
+    from wellposed.probes.summary import Sample, summarize
+
+    values = torch.tensor([value for record in records for value in record.samples], dtype=torch.float64)
+    flags = [index in record.at_least for record in records for index in range(len(record.samples))]
+    return summarize(records[0].measure, Sample(values, torch.tensor(flags)))
 
 
-def accuracy(model: nn.Module, data: Digits) -> float:
-    model.eval()
-    with torch.inference_mode():
-        correct: Tensor = model(data.test_x).argmax(-1) == data.test_y
-    return correct.double().mean().item()
-
-
-def measure(model: nn.Module, images: Tensor) -> dict[str, Record]:
-    """Medians over images and blocks: kappa into the first block and of what the branches add, entropy."""
-    diagnosis = wp.diagnose(model, images, attention_images=len(images), batch_size=len(images))
-
-    def median(measure: str, **where: Any) -> Record:
-        records = diagnosis.select(measure, head=None, **where)
-        values = torch.tensor([value for record in records for value in record.samples], dtype=torch.float64)
-        flags = [index in record.at_least for record in records for index in range(len(record.samples))]
-        return summarize(measure, Sample(values, torch.tensor(flags)))
-
-    return {
-        "kappa_in": median("kappa", block=0, position="input"),
-        "kappa_attention": median("kappa", position="attention.branch"),
-        "kappa_ffn": median("kappa", position="ffn.branch"),
-        "entropy": median("entropy"),
-    }
-
-
-def run(epochs: int = 20, seed: int = 0, console: Console | None = None) -> list[Outcome]:
-    """Train every variant and print the table. Returns its rows."""
-    console = console or Console()
-    data = load_digits(seed)
-    outcomes = []
-    columns = (*Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[status]}"))
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("training", total=len(VARIANTS) * epochs, status="")
-        for name, edit in VARIANTS:
-            model = build_model(seed)
-            if edit is not None:
-                edit(model)
-            for loss in train(model, data, epochs, seed):
-                progress.update(task, advance=1, status=f"{name}, loss {loss:.3f}")
-            measured = measure(model, data.test_x[:PROBE_IMAGES])
-            outcomes.append(Outcome(name, accuracy(model, data), **measured))
-    console.print(as_table(outcomes, data, epochs, seed))
-    return outcomes
-
-
-def as_table(outcomes: list[Outcome], data: Digits, epochs: int, seed: int) -> Table:
+def as_table(rows: Sequence[Row], folder: Path, epochs: int, seed: int) -> Table:
+    """The table; how many images there were is read from one of the runs."""
+    about = _result(folder)["about"]
     table = Table(
-        title="A small ViT on handwritten digits, with and without each edit",
+        title="A small ViT on handwritten digits, with and without its skips and with each edit",
         caption=(
-            f"{len(data.train_x)} training and {len(data.test_x)} test images of handwritten digits, "
-            f"{epochs} epochs, one run, seed {seed}. kappa: condition number of the token matrix, median "
-            f"over {PROBE_IMAGES} test images and all blocks, float64 SVD, after training; 'into block 0' "
-            "are the tokens that the first block sees, the others are what a branch adds, without its skip. "
-            "entropy: of the attention rows, 1 is uniform."
+            f"{about['train_images']:,} training and {about['test_images']} test images, {epochs} epochs, "
+            f"one run each, seed {seed}. All start from Xavier's weights: without skips a ViT does not start "
+            "to learn from timm's. kappa: condition number of the token matrix, median over "
+            f"{PROBE_IMAGES} test images and all blocks, float64 SVD, after training; 'into block 0' are the "
+            "tokens that the first block gets, the others what a branch adds, without its skip. ≥: float32 "
+            "cannot tell more. entropy: of the attention rows, 1 is uniform."
         ),
         caption_justify="left",
     )
     table.add_column("model", no_wrap=True)
-    titles = ("accuracy", "kappa into\nblock 0", "kappa of\nattention", "kappa\nof FFN", "entropy")
-    for title in titles:
+    for title in ("accuracy", "kappa into\nblock 0", "kappa of\nattention", "kappa\nof FFN", "entropy"):
         table.add_column(title, justify="right")
-    for row in outcomes:
-        measured = (row.kappa_in, row.kappa_attention, row.kappa_ffn, row.entropy)
-        table.add_row(row.name, f"{row.accuracy:.1%}", *(record.text() for record in measured))
+    for row in rows:
+        table.add_row(row.name, f"{row.accuracy:.1%}", *(record.text() for record in row.measured))
     return table
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """What removing either kind of skip did, in sentences, whether or not the paper's asymmetry shows."""
+    by_name = {row.name: row for row in rows}
+    if not by_name.keys() >= {PLAIN, NO_FFN, NO_ATTENTION}:
+        return []
+    plain = by_name[PLAIN]
+    return [
+        _change("Without the FFN's skips", plain, by_name[NO_FFN]),
+        _change("Without attention's skips", plain, by_name[NO_ATTENTION]),
+    ]
+
+
+def _change(title: str, plain: Row, edited: Row) -> str:
+    points = 100 * (edited.accuracy - plain.accuracy)
+    return (
+        f"{title}: accuracy {points:+.1f} points, kappa of what attention adds "
+        f"{plain.kappa_attention.text()} -> {edited.kappa_attention.text()}, entropy "
+        f"{plain.entropy.text()} -> {edited.entropy.text()}."
+    )
+
+
+def _make_room(out: Path, recipes: Mapping[str, Any]) -> None:
+    """Keep the runs of an interrupted demo of these recipes; delete those of any other demo."""
+    strangers = [] if not out.exists() else [path.name for path in out.iterdir()]
+    if strangers and not (out / MARK).is_file():
+        raise ValueError(
+            f"expected a new folder or that of a demo, {out} holds {sorted(strangers)[0]!r} and no {MARK}; "
+            "take another --out."
+        )
+    asked = json.loads(json.dumps({"version": __version__, "recipes": recipes}))
+    out.mkdir(parents=True, exist_ok=True)
+    with alone_in(out / RUNS):
+        before = json.loads((out / MARK).read_text(encoding="utf-8")) if strangers else {}
+        if before.get("finished") is False and {name: before.get(name) for name in asked} == asked:
+            return
+        (out / PAGE).unlink(missing_ok=True)
+        for path in (out / RUNS).iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.suffix == ".toml":
+                path.unlink()
+        write_json(out / MARK, {"finished": False, **asked})
+
+
+def _write(out: Path, folders: Sequence[Path], rows: Sequence[Row]) -> None:
+    from wellposed.report import read_material, report_page
+    from wellposed.report.page import write
+
+    write(report_page(read_material(folders), title="wellposed demo"), out / PAGE)
+    mark = json.loads((out / MARK).read_text(encoding="utf-8"))
+    write_json(out / MARK, mark | {"finished": True, "table": [_plain(row) for row in rows]})
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    names = ("kappa_in", "kappa_attention", "kappa_ffn", "entropy")
+    told = {
+        name: {"median": record.value, "status": record.status}
+        for name, record in zip(names, row.measured, strict=True)
+    }
+    return {"name": row.name, "accuracy": row.accuracy, **told}
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

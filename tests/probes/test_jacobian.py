@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import wellposed as wp
-from wellposed.demo import build_model
+from wellposed.digits import build_model
 from wellposed.probes.jacobian import JacobianSpectrum, dense_jacobian, graying_sweep, jacobian_spectrum
 from wellposed.probes.subblock import sub_block
 from wellposed.records import from_dict, to_dict

@@ -9,22 +9,22 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from wellposed import demo
+from wellposed import digits
 from wellposed.train.data import ImageData, open_data
 from wellposed.train.data.checks import checked_labels, held_out, numbered_classes
 from wellposed.train.data.images import PixelImages
 from wellposed.train.data.split import Part
 
 
-def test_the_digits_are_those_of_scikit_learn_divided_as_in_the_demo() -> None:
+def test_the_digits_are_those_of_scikit_learn_divided_as_the_tensors_are() -> None:
     theirs = load_digits()
     data = open_data("digits", seed=3)
-    demos = demo.load_digits(3)
+    tensors = digits.load_digits(3)
     levels = torch.from_numpy(np.concatenate([data.test.pixels, data.train.pixels])).squeeze(-1)
     order = torch.randperm(1797, generator=torch.Generator().manual_seed(3))
     assert torch.equal(torch.from_numpy(np.rint(theirs.images * 255 / 16).astype(np.uint8))[order], levels)
-    np.testing.assert_array_equal(data.train.labels, demos.train_y)
-    np.testing.assert_array_equal(data.test.labels, demos.test_y)
+    np.testing.assert_array_equal(data.train.labels, tensors.train_y)
+    np.testing.assert_array_equal(data.test.labels, tensors.test_y)
     assert (data.channels, data.size, data.photographs) == (1, 8, False)
     assert (len(data.train), len(data.test)) == (1397, 400)
     assert data.train.picture(5).mode == "L"

@@ -24,7 +24,7 @@ def all_digits() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
 
 
 def digits(seed: int) -> Contents:
-    """The images; which 400 of them are for testing is drawn by the seed, as the demo does."""
+    """The images; which 400 of them are for testing is drawn by the seed."""
     pixels, labels = all_digits()
     whole = Part(PixelImages(pixels[..., None], "digit"), labels)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).numpy()

@@ -99,7 +99,7 @@ def train_runs(
             not take long: no run is started meanwhile.
         at_end: called while the folder is still locked and signals wait.
     """
-    with _alone_in(out) as lock:
+    with alone_in(out) as lock:
         write_recipes(runs)
         children = [Child.of(each) for each in runs]
         console.print(_opening(children, jobs, out), markup=False, highlight=False, soft_wrap=True)
@@ -141,16 +141,17 @@ def child_environment(jobs: int, environment: Mapping[str, str]) -> dict[str, st
     """The environment of a run; several at a time share the cores."""
     made = {"PYTHONUNBUFFERED": "1", **environment}
     if jobs > 1:
-        made.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // jobs)))
+        made.setdefault("OMP_NUM_THREADS", str(max(1, cores() // jobs)))
     return made
 
 
-def _cores() -> int:
+def cores() -> int:
+    """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
-def _alone_in(out: Path) -> Iterator[int]:
+def alone_in(out: Path) -> Iterator[int]:
     """Keep a second sweep out of the folder.
 
     The children inherit the lock: when the sweep alone is killed, it holds until they have ended too.
