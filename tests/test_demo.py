@@ -129,9 +129,12 @@ def test_the_sentences_tell_what_was_measured() -> None:
 
     rows = [row(demo.PLAIN, 0.95, 2e3), row(demo.NO_FFN, 0.93, 2e4)]
     assert demo.findings(rows) == []
-    without_ffn, without_attention = demo.findings([*rows, row(demo.NO_ATTENTION, 0.96, 9e6, "at least")])
+    third = row(demo.NO_ATTENTION, 0.96, 9e6, "at least")
+    without_ffn, without_attention, order = demo.findings([*rows, third])
     assert "accuracy -2.0 points, kappa of what attention adds 2,000 -> 20,000" in without_ffn
     assert "accuracy +1.0 points, kappa of what attention adds 2,000 -> ≥ 9e6" in without_attention
+    assert "this run does not show that order" in order
+    assert "this run shows that order" in demo.findings([*rows, row(demo.NO_ATTENTION, 0.7, 9e6)])[2]
 
 
 def test_help_needs_no_torch() -> None:

@@ -22,7 +22,7 @@ app = typer.Typer(
 
 @app.command()
 def demo(
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 15,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 25,
     seed: Annotated[
         int, typer.Option(min=0, help="Of the split, the weights and the order of the images.")
     ] = 0,

@@ -8,7 +8,8 @@ An interrupted demo goes on when it is called again; a finished one is made anew
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,26 +19,25 @@ from rich.progress import track
 from rich.table import Table
 
 from wellposed import __version__
+from wellposed.study.trained.bases import digits_fields
 from wellposed.train.recipe import Recipe
 from wellposed.train.report import write_json
 from wellposed.train.sweep import COMMAND, alone_in, cores, failures, train_runs
 from wellposed.train.sweep.plan import Run
 
 if TYPE_CHECKING:
+    from wellposed.probes.diagnose import What
     from wellposed.records import Record
 
 MARK, RUNS, PAGE = "demo.json", "runs", "report.html"
 PROBE_IMAGES = 64
+WHAT: Sequence["What"] = ("conditioning", "density", "bounds")
 PLAIN, NO_FFN, NO_ATTENTION = "all-skips", "no-ffn-skips", "no-attention-skips"
 
 COMMON: Mapping[str, Any] = {
+    **digits_fields(),
     "data": "digits",
-    "model": "vit_tiny_patch16_224",
-    "patch_size": 2,
-    "model_options": {"embed_dim": 48, "depth": 6, "num_heads": 3},
     "init": "xavier",
-    "batch_size": 64,
-    "eval_every": 3,
     "monitor_every": 42,
     "trackers": (),
     # On a GPU so small a model gains nothing, and the table would be that of another device.
@@ -50,7 +50,6 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "grayed-spectral-0.7": {"graying": "spectral", "eps": 0.7},
     "grayed-dct-0.95": {"graying": "dct", "eps": 0.95},
     "cb": {"broadcast": "cb"},
-    "grayed-spectral-0.7-cb": {"graying": "spectral", "eps": 0.7, "broadcast": "cb"},
 }
 
 
@@ -89,7 +88,7 @@ class Outcome:
 def run(
     out: str | Path = "demo",
     *,
-    epochs: int = 15,
+    epochs: int = 25,
     seed: int = 0,
     console: Console | None = None,
 ) -> Outcome:
@@ -102,7 +101,8 @@ def run(
         console: where to print.
     """
     out, console = Path(out), console or Console()
-    recipes = {name: Recipe(**COMMON, **edit, epochs=epochs, seed=seed) for name, edit in VARIANTS.items()}
+    own = {"epochs": epochs, "seed": seed}
+    recipes = {name: Recipe(**{**COMMON, **edit, **own}) for name, edit in VARIANTS.items()}
     runs = [Run(name, name, recipe, out / RUNS / name) for name, recipe in recipes.items()]
     _make_room(out, {name: recipe.to_mapping() for name, recipe in recipes.items()})
     jobs = min(cores(), len(runs))
@@ -132,9 +132,10 @@ def measure(folder: Path) -> Row:
 
     opened = open_run(folder, PROBE_IMAGES)
     model, images = opened.model(opened.moment("last")), opened.images
-    diagnosis = wellposed.diagnose(
-        model, images, attention_images=len(images), batch_size=len(images), progress=False
-    )
+    with _one_thread():
+        diagnosis = wellposed.diagnose(
+            model, images, what=WHAT, attention_images=len(images), batch_size=len(images), progress=False
+        )
     about = {"model": opened.recipe.model, "data": opened.recipe.data, "seed": opened.recipe.seed}
     diagnosis.about.update(about)
     diagnosis.to_json(folder / "diagnosis.json")
@@ -146,6 +147,19 @@ def measure(folder: Path) -> Row:
         kappa_ffn=_median(diagnosis.select("kappa", position="ffn.branch")),
         entropy=_median(diagnosis.select("entropy", head=None)),
     )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices this small gain nothing from more, and wait for each other on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _median(records: Sequence["Record"]) -> "Record":
@@ -183,14 +197,18 @@ def as_table(rows: Sequence[Row], folder: Path, epochs: int, seed: int) -> Table
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
-    """What removing either kind of skip did, in sentences, whether or not the paper's asymmetry shows."""
+    """What removing either kind of skip did, in sentences, also where it is not what the paper saw."""
     by_name = {row.name: row for row in rows}
     if not by_name.keys() >= {PLAIN, NO_FFN, NO_ATTENTION}:
         return []
-    plain = by_name[PLAIN]
+    plain, no_ffn, no_attention = (by_name[name] for name in (PLAIN, NO_FFN, NO_ATTENTION))
+    as_in_paper = no_attention.accuracy < no_ffn.accuracy
     return [
-        _change("Without the FFN's skips", plain, by_name[NO_FFN]),
-        _change("Without attention's skips", plain, by_name[NO_ATTENTION]),
+        _change("Without the FFN's skips", plain, no_ffn),
+        _change("Without attention's skips", plain, no_attention),
+        "The paper lost 2 points without the FFN's skips and 22 without attention's (ViT-Tiny, CIFAR-10); "
+        f"in accuracy this run {'shows' if as_in_paper else 'does not show'} that order. It is one short run "
+        "on digits: --seed N makes another.",
     ]
 
 
