@@ -16,7 +16,7 @@ from wellposed import demo
 from wellposed.cli import app
 from wellposed.records import Record
 from wellposed.report import read_data
-from wellposed.study.measured.weights import open_run
+from wellposed.train import open_run
 
 FEW = (demo.PLAIN, demo.NO_ATTENTION)
 TINY = {"limit": 128, "model_options": {"embed_dim": 12, "depth": 1, "num_heads": 3}, "eval_every": 1}
@@ -72,7 +72,7 @@ def test_the_page_has_the_numbers_of_the_table(made) -> None:
 def test_kappa_is_that_of_the_tokens_of_the_last_weights(made) -> None:
     out, _, _, again = made
     opened = open_run(out / demo.RUNS / demo.PLAIN, demo.PROBE_IMAGES)
-    model = opened.model(opened.moment("last"))
+    model = opened.model("last")
     caught: list[torch.Tensor] = []
     model.blocks[0].register_forward_pre_hook(lambda block, args: caught.append(args[0]))
     with torch.inference_mode():

@@ -128,16 +128,21 @@ def run(
 def measure(folder: Path) -> Row:
     """Diagnose the last weights of a finished run; the diagnosis goes into its folder."""
     import wellposed
-    from wellposed.study.measured.weights import open_run
+    from wellposed.diagnosing import trained_model
 
-    opened = open_run(folder, PROBE_IMAGES)
-    model, images = opened.model(opened.moment("last")), opened.images
+    target = trained_model(str(folder), None, weights="last", count=PROBE_IMAGES, device="cpu")
+    images = len(target.images)
     with _one_thread():
         diagnosis = wellposed.diagnose(
-            model, images, what=WHAT, attention_images=len(images), batch_size=len(images), progress=False
+            target.model,
+            target.images,
+            what=WHAT,
+            attention_images=images,
+            batch_size=images,
+            progress=False,
         )
-    about = {"model": opened.recipe.model, "data": opened.recipe.data, "seed": opened.recipe.seed}
-    diagnosis.about.update(about)
+    diagnosis.about.update(target.about)
+    diagnosis.notes.extend(target.notes)
     diagnosis.to_json(folder / "diagnosis.json")
     return Row(
         name=folder.name,
