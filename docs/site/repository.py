@@ -13,7 +13,12 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "results/studies/README.md": "results/studies/index.md",
+}
 SOURCES = {"examples": "*.py", "benchmarks": "*.py", "recipes": "**/*.toml"}
 TEXTS = ("LICENSE", "CITATION.cff", "Makefile", "mkdocs.yml")
 RESULTS = "results"

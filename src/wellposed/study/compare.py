@@ -32,8 +32,8 @@ Outcome = Literal[
     "missing",
 ]
 OTHER = 2.0
-"""A difference that is this many times smaller or larger than the paper's is no reproduction of it, though the
-direction holds."""
+"""A difference this many times smaller or larger than the paper's is none of its size, though the direction
+holds."""
 
 
 @dataclass(frozen=True)
