@@ -173,7 +173,7 @@ def test_the_reason_has_numbers() -> None:
     got, reason = verdict([Claim("a minus b", "higher", against, paper=2.0)])
     assert (got, reason) == (
         "not",
-        "a minus b: -2.17 ± 0.76 (n = 3), the paper +2: contrary, the paper says higher",
+        "a minus b: -2.17 ± 0.76 (n = 3), the paper +2: contrary, not higher",
     )
     one = Claim("a minus b", "higher", difference({0: 90.5}, {0: 90.0}))
     assert str(one) == "a minus b: +0.50 (n = 1): no difference, one seed tells none below 2"

@@ -160,7 +160,7 @@ class Claim:
             "holds, smaller": "the direction holds, but it is less than half of the paper's",
             "holds, larger": "the direction holds, but it is more than twice the paper's",
             "no difference": f"no difference, {self._why_none()}",
-            "contrary": f"contrary, the paper says {self.says}",
+            "contrary": f"contrary, not {self.says}",
             "one seed cannot tell": "one seed cannot tell",
         }
         paper = "" if self.paper is None else f", the paper {self.paper:+g}"

@@ -73,51 +73,46 @@ def _matplotlib() -> tuple[Any, Any]:
     return Figure, FigureCanvasAgg
 
 
-def bars(
+def means(
     plot: Any, groups: Mapping[str, Mapping[str, Spread | None]], *, paper: Mapping[str, float] = {}
 ) -> None:
-    """Means as bars with their deviations: a group a data set, a bar a variant; the paper's as dashes."""
-    labels = list(dict.fromkeys(label for bars_of in groups.values() for label in bars_of))
+    """Means with their deviations: a group a data set, a point a variant; the paper's as dashes.
+
+    Points and not bars: bars would have to start at 0, beside which half of a point could not be seen.
+    """
+    labels = list(dict.fromkeys(label for of_data in groups.values() for label in of_data))
     width = 0.8 / max(1, len(labels))
     for index, label in enumerate(labels):
-        places = [place + (index - (len(labels) - 1) / 2) * width for place in range(len(groups))]
-        found = [bars_of.get(label) for bars_of in groups.values()]
-        plot.bar(
-            places,
-            [each.mean if each else 0.0 for each in found],
-            width * 0.92,
-            yerr=[(each.deviation or 0.0) if each else 0.0 for each in found],
+        left = (index - (len(labels) - 1) / 2) * width
+        found = [
+            (place + left, each)
+            for place, of_data in enumerate(groups.values())
+            if (each := of_data.get(label)) is not None
+        ]
+        plot.errorbar(
+            [place for place, _ in found],
+            [each.mean for _, each in found],
+            yerr=[each.deviation or 0.0 for _, each in found],
             label=label if len(groups) > 1 else None,
             color=f"C{index % 10}",
-            capsize=2,
+            fmt="o",
+            capsize=3,
         )
         if label in paper:
             plot.hlines(
-                [paper[label]] * len(places),
-                [p - width / 2 for p in places],
-                [p + width / 2 for p in places],
+                [paper[label]] * len(groups),
+                [place + left - width / 2 for place in range(len(groups))],
+                [place + left + width / 2 for place in range(len(groups))],
                 colors="black",
                 linestyles="dashed",
                 linewidth=1,
             )
     if len(groups) == 1:
-        # A legend would hide bars.
         places = [(index - (len(labels) - 1) / 2) * width for index in range(len(labels))]
         plot.set_xticks(places, labels, rotation=40, ha="right", fontsize=8)
     else:
         plot.set_xticks(range(len(groups)), list(groups))
-    heights = [
-        each for bars_of in groups.values() for each in bars_of.values() if each is not None and each.mean > 0
-    ]
-    if heights:
-        lowest, highest = (pick(each.mean for each in heights) for pick in (min, max))
-        # The legend stands over the bars.
-        room = 0.2 if len(groups) == 1 or len(labels) > INSIDE else 0.7
-        # Half of a point would not be seen beside a bar that starts at 0.
-        plot.set_ylim(
-            max(0.0, lowest - max(1.0, (highest - lowest) * 1.5)),
-            highest + max(0.5, (highest - lowest) * room),
-        )
+    plot.margins(y=0.15)
 
 
 def curves(plot: Any, runs: Mapping[str, Sequence[RunRecord]], number: str, *, scale: float = 1.0) -> None:

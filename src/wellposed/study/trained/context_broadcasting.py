@@ -104,7 +104,7 @@ def draw(records: StudyRecords, path: Path) -> None:
     """Accuracy, and the entropy of attention block by block."""
     canvas = figures.Canvas(1 + len(records.datasets))
     first, *others = canvas.plots
-    figures.bars(first, accuracy_groups(records))
+    figures.means(first, accuracy_groups(records))
     first.set(title="test accuracy", ylabel="percent")
     for plot, data in zip(others, records.datasets, strict=True):
         lines: dict[str, dict[float, compare.Spread | None]] = {}

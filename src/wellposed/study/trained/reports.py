@@ -1,4 +1,4 @@
-"""The report that most studies share: accuracy by variant, bars and curves, and the grid behind them."""
+"""The report that most studies share: accuracy by variant, means and curves, and the grid behind them."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -29,10 +29,10 @@ def accuracy_report(
 
 
 def draw_accuracy(records: StudyRecords, paper: Mapping[str, float], path: Path) -> None:
-    """Bars with deviations, and beside them the tests over the epochs of each data set."""
+    """Means with deviations, and beside them the tests over the epochs of each data set."""
     canvas = figures.Canvas(1 + len(records.datasets))
     first, *others = canvas.plots
-    figures.bars(first, accuracy_groups(records), paper=paper)
+    figures.means(first, accuracy_groups(records), paper=paper)
     first.set(title="test accuracy" + (", dashed: the paper's" if paper else ""), ylabel="percent")
     for plot, data in zip(others, records.datasets, strict=True):
         runs = {label: records.of(label, data) for label in records.labels}
