@@ -122,7 +122,7 @@ def _spec(names: Sequence[str]) -> dict[str, Any]:
         "title": None,
         "sort": list(names),
     }
-    value = {"type": "quantitative", "title": "test accuracy, %", "scale": {"zero": False}}
+    value = {"type": "quantitative", "title": "test accuracy, %", "scale": {"zero": False, "padding": 12}}
     # Without a deviation there is no bar.
     low, high = "datum.accuracy - datum.accuracy_deviation", "datum.accuracy + datum.accuracy_deviation"
     return {
