@@ -98,7 +98,7 @@ def _name(study: Study, after: After) -> str:
 
 def free_memory() -> None:
     """Of the model just measured: other runs need the GPU's."""
-    gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
