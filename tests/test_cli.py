@@ -103,7 +103,7 @@ def test_no_images(tmp_path) -> None:
 
 def test_help_names_the_commands() -> None:
     result = CliRunner().invoke(app, ["--help"])
-    for command in ("demo", "diagnose", "train", "sweep", "pack", "bench"):
+    for command in ("demo", "diagnose", "report", "study", "train", "sweep", "pack", "bench"):
         assert f"│ {command} " in result.output
 
 
