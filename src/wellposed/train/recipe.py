@@ -24,6 +24,7 @@ Task = Literal["classify", "mae", "probe"]
 Placement = Literal["auto", "device", "stream"]
 Precision = Literal["fp32", "bf16"]
 OnNonfinite = Literal["stop", "skip", "rollback"]
+TRIVIAL_POLICY = "trivial"
 BroadcastWhere = Literal["mlp.end", "mlp.middle", "mlp.start", "attention.end"]
 
 
@@ -125,7 +126,7 @@ class Recipe:
         "smallest share of the image that a random resized crop keeps "
         "[default: 0.08 for photographs over 64 pixels, else none]")
     auto_augment: str | None = _field(None, "Augmentation",
-        "timm's name such as rand-m9-mstd0.5; for streamed images")
+        "trivial: TrivialAugment, on the device; or timm's name such as rand-m9-mstd0.5, for streamed images")
     color_jitter: float = _field(0.0, "Augmentation",
         "strength of random brightness, contrast and saturation")
     erase: float = _field(0.0, "Augmentation", "probability of erasing a rectangle")
@@ -169,6 +170,11 @@ class Recipe:
     def has_device_floor(self) -> bool:
         """Whether the graying has another floor on another device, if ``gray_floor`` does not tell it."""
         return self.graying in ("spectral", "condition")
+
+    @property
+    def worker_policy(self) -> str | None:
+        """The policy of timm that workers apply to pictures; TrivialAugment is done on the device instead."""
+        return None if self.auto_augment == TRIVIAL_POLICY else self.auto_augment
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str = "the recipe") -> "Recipe":

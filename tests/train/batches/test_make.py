@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
             r"done by workers, got placement=device; use .*stream",
         ),
         ({"auto_augment": "v0", "color_jitter": 0.4}, r"timm leaves color_jitter out beside auto_augment=v0"),
-        ({"auto_augment": "rond-m9"}, r"one of timm's policies for auto_augment, .* got 'rond-m9'"),
+        ({"auto_augment": "rond-m9"}, r"one of timm's policies for auto_augment .* got 'rond-m9'"),
         ({"rank": 2, "world": 2}, r"rank must be in \[0, world\), got rank=2 and world=2"),
     ],
 )
@@ -68,6 +68,7 @@ def test_auto_keeps_on_the_device_what_fits(monkeypatch: pytest.MonkeyPatch) -> 
     assert choose_placement(Recipe(), data, SIZE, CPU) == "device"
     assert choose_placement(Recipe(placement="stream"), data, SIZE, CPU) == "stream"
     assert choose_placement(Recipe(auto_augment="v0"), data, SIZE, CPU) == "stream"
+    assert choose_placement(Recipe(auto_augment="trivial"), data, SIZE, CPU) == "device"
     monkeypatch.setattr(placement, "bytes_allowed", lambda device: needed - 1)
     assert choose_placement(Recipe(), data, SIZE, CPU) == "stream"
     with pytest.raises(ValueError, match=r"the images take 0\.0 MiB, .* use placement=stream, or lower"):

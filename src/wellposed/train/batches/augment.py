@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grid_sample
 
-from wellposed.train.batches.plan import CROP, ERASE, FLIP, JITTER, NOISE, SHIFT, Augmentation
-
-_GRAY = (0.299, 0.587, 0.114)
-"""Weights of red, green and blue in brightness, as in Pillow."""
+from wellposed.train.batches.colours import jittered
+from wellposed.train.batches.plan import CROP, ERASE, FLIP, JITTER, NOISE, SHIFT, TRIVIAL, Augmentation
+from wellposed.train.batches.trivial import trivially_augmented
 
 
 def augmented(
@@ -36,6 +35,8 @@ def augmented(
     images = pixels if indices is None else pixels[indices]
     if plan is None:
         return normalised(images, mean, std)
+    if augmentation.trivial:
+        images = trivially_augmented(images, plan[:, TRIVIAL], mean)
     if augmentation.flip or augmentation.shift:
         x = moved(images, plan[:, SHIFT], plan[:, FLIP], mean, std)
     else:
@@ -83,21 +84,6 @@ def resized_crop(x: Tensor, windows: Tensor) -> Tensor:
     shape = (len(x), size, size)
     grid = torch.stack([xs[:, None, :].expand(shape), ys[:, :, None].expand(shape)], dim=-1)
     return grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False)
-
-
-def jittered(x: Tensor, factors: Tensor) -> Tensor:
-    """Brightness, contrast and saturation scaled, in this order; values stay in [0, 255]."""
-    brightness, contrast, saturation = factors[:, :, None, None, None].unbind(1)
-    x = (x * brightness).clamp_(0, 255)
-    x = torch.lerp(_gray(x).mean((1, 2, 3), keepdim=True), x, contrast).clamp_(0, 255)
-    return torch.lerp(_gray(x), x, saturation).clamp_(0, 255)
-
-
-def _gray(x: Tensor) -> Tensor:
-    if x.shape[1] == 1:
-        return x
-    red, green, blue = x.unbind(1)
-    return (_GRAY[0] * red + _GRAY[1] * green + _GRAY[2] * blue)[:, None]
 
 
 def erased(x: Tensor, rectangles: Tensor, noise: Tensor, starts: Tensor) -> Tensor:

@@ -50,8 +50,9 @@ def check_images(
             f"crop_padding must be less than the image's side of {size} pixels, got {recipe.crop_padding}; "
             "an eighth of the side is usual."
         )
-    if recipe.auto_augment is not None and recipe.color_jitter and "3a" not in recipe.auto_augment:
+    policy = recipe.worker_policy
+    if policy is not None and recipe.color_jitter and "3a" not in policy:
         raise ValueError(
-            f"timm leaves color_jitter out beside auto_augment={recipe.auto_augment}, got color_jitter="
+            f"timm leaves color_jitter out beside auto_augment={policy}, got color_jitter="
             f"{recipe.color_jitter}; leave one of them out."
         )

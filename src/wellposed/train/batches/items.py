@@ -69,14 +69,14 @@ def train_steps(recipe: Recipe, size: int, mean: Sequence[float]) -> Steps:
             ratio=None if crops else (1.0, 1.0),
             hflip=recipe.flip or 0.0,
             color_jitter=recipe.color_jitter or None,
-            auto_augment=recipe.auto_augment,
+            auto_augment=recipe.worker_policy,
             interpolation="bicubic",
             mean=tuple(mean),
             use_prefetcher=True,  # gives uint8, not normalised
         )
     except Exception as error:  # timm's parser asserts, or fails in some other way
         raise ValueError(
-            f"expected one of timm's policies for auto_augment, such as rand-m9-mstd0.5 or original, got "
+            f"expected trivial, or one of timm's policies for auto_augment such as rand-m9-mstd0.5, got "
             f"{recipe.auto_augment!r} ({error or type(error).__name__})."
         ) from error
     keep_a_bit(augment)

@@ -25,11 +25,11 @@ def choose_placement(
         return "stream"
     needed, budget = bytes_needed(data, image_size), bytes_allowed(device)
     if recipe.placement == "auto":
-        return "device" if recipe.auto_augment is None and needed <= budget else "stream"
-    if recipe.auto_augment is not None:
+        return "device" if recipe.worker_policy is None and needed <= budget else "stream"
+    if recipe.worker_policy is not None:
         raise ValueError(
-            f"auto_augment={recipe.auto_augment} is done by workers, got placement=device; use "
-            "placement=stream, or leave auto_augment out."
+            f"auto_augment={recipe.worker_policy} is done by workers, got placement=device; use "
+            "placement=stream, or auto_augment=trivial, or leave auto_augment out."
         )
     if needed > budget:
         raise ValueError(

@@ -6,7 +6,7 @@ kind of augmentation has its own columns; switching one on changes nothing in th
 
 >>> plan = draw(Augmentation(shift=4), seed=0, update=7, batch_size=64, size=32)
 >>> plan.shape, float(plan[:, SHIFT].min()), float(plan[:, SHIFT].max())
-((64, 15), -4.0, 4.0)
+((64, 17), -4.0, 4.0)
 """
 
 import dataclasses
@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wellposed.train.batches.draws import Purpose, generator
-from wellposed.train.recipe import Recipe
+from wellposed.train.batches.trivial import OPERATIONS, STRENGTHS
+from wellposed.train.recipe import TRIVIAL_POLICY, Recipe
 
 FLIP = 0
 """1 to mirror, else 0."""
@@ -31,10 +32,12 @@ ERASE = slice(10, 14)
 """Top, left, bottom, right in pixels, the last two excluded; nothing is erased where they are equal."""
 NOISE = 14
 """Where in the bank of noise the filling starts."""
+TRIVIAL = slice(15, 17)
+"""Index of the operation of TrivialAugment, and its strength from -1 to 1."""
 
 NOISE_STARTS = 2**16
-_WIDTH = 15
-_UNIFORMS = 16
+_WIDTH = 17
+_UNIFORMS = 19
 _CROP_RATIO = 4 / 3
 """Of width to height and the other way round, at most; as in torchvision's RandomResizedCrop."""
 _ERASE_AREA, _ERASE_RATIO = (0.02, 1 / 3), 1 / 0.3
@@ -53,6 +56,7 @@ class Augmentation:
     crop_scale: float | None = None
     jitter: float = 0.0
     erase: float = 0.0
+    trivial: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Augmentation":
@@ -63,6 +67,7 @@ class Augmentation:
             crop_scale=recipe.crop_scale,
             jitter=recipe.color_jitter,
             erase=recipe.erase,
+            trivial=recipe.auto_augment == TRIVIAL_POLICY,
         )
 
     def after_workers(self) -> "Augmentation":
@@ -90,6 +95,10 @@ def draw(augmentation: Augmentation, seed: int, update: int, batch_size: int, si
         rectangles = _rectangles(uniforms[10:14], size)
         plan[:, ERASE] = np.where(uniforms[14] < augmentation.erase, rectangles, 0).T
         plan[:, NOISE] = np.floor(uniforms[15] * NOISE_STARTS)
+    if augmentation.trivial:
+        strengths = np.floor(uniforms[17] * STRENGTHS) / (STRENGTHS - 1)
+        signed = np.where(uniforms[18] < 0.5, -strengths, strengths)
+        plan[:, TRIVIAL] = np.stack([np.floor(uniforms[16] * len(OPERATIONS)), signed]).T
     return plan
 
 
