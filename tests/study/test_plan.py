@@ -5,6 +5,7 @@ import math
 import pytest
 
 from wellposed.study import catalogue
+from wellposed.study.choosing import best_of
 from wellposed.study.compare import (
     Claim,
     accuracy_claim,
@@ -185,3 +186,19 @@ def test_one_run_a_side_with_other_seeds_has_no_deviation() -> None:
     found = difference({0: 90.0}, {1: 89.0, 2: 88.0})
     assert found is not None
     assert (found.deviation, found.n) == (None, 1)
+
+
+def test_trials_closer_than_one_seed_can_tell_are_decided_by_the_order() -> None:
+    cells = [Cell(name) for name in ("usual", "near", "best", "worse")]
+
+    def best(*accuracies: float, trial: bool) -> str:
+        runs = [
+            record(cell.label, 0, accuracy, trial=trial)
+            for cell, accuracy in zip(cells, accuracies, strict=True)
+        ]
+        return best_of(list(zip(cells, runs, strict=True))).label
+
+    assert best(60, 60.5, 61.3, 50, trial=True) == "usual"
+    assert best(58, 60.5, 61.3, 50, trial=True) == "near"
+    # A run that is reported itself is not put behind a worse one.
+    assert best(60, 60.5, 61.3, 50, trial=False) == "best"
