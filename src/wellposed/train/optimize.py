@@ -27,10 +27,6 @@ def check_optimizer(recipe: Recipe) -> None:
             close = difflib.get_close_matches(value, list(known), n=1, cutoff=0.4)
             hint = f"; did you mean {close[0]!r}?" if close else "."
             raise ValueError(f"{name} must be one of timm's ({all_of_them}), got {value!r}{hint}")
-    if recipe.warmup_epochs is not None and recipe.warmup_epochs >= recipe.epochs:
-        raise ValueError(
-            f"warmup_epochs must be less than epochs, got {recipe.warmup_epochs} and {recipe.epochs}."
-        )
     if recipe.layer_decay is not None and recipe.task != "classify":
         raise ValueError(
             f"layer_decay is for fine-tuning a classifier, got task={recipe.task}; leave it out."

@@ -38,7 +38,7 @@ DEIT: dict[str, Any] = {
 """What both papers train ImageNet models with; ``torchrun`` spreads the batch over GPUs."""
 
 SMALL_IMAGES: dict[str, Any] = {
-    "epochs": 25,
+    "epochs": 15,
     "batch_size": 256,
     "lr": 1e-3,
     "weight_decay": 0.05,

@@ -24,7 +24,7 @@ def base(scale: Scale, data: str) -> Recipe:
     if data_name(data) == "digits":
         small = {"batch_size": 64, "mixup": 0.0, "cutmix": 0.0, "erase": 0.0, "precision": "fp32"}
         return Recipe(**values | small | {"epochs": 15, "warmup_epochs": 1.5, "model_options": DIGITS})
-    return Recipe(**values | {"epochs": 200 if scale == "paper" else 15})
+    return Recipe(**values | ({"epochs": 200} if scale == "paper" else {}))
 
 
 def trial(scale: Scale, data: str) -> dict[str, Any]:

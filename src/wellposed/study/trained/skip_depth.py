@@ -43,7 +43,7 @@ def base(scale: Scale, data: str) -> Recipe:
     if scale == "paper":
         return vit("small", data, **LONG | {"epochs": 300})
     # Without skips the smaller of the paper scale's two rates is the safe one.
-    return vit(scale, data, lr=LR, epochs=15)
+    return vit(scale, data, lr=LR)
 
 
 def depth_table(records: StudyRecords) -> list[dict[str, Any]]:
