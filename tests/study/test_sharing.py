@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+import re
 import shutil
+import time
 
 import pytest
 
 import study_runner
 from study_runner import calls, runs_of
-from wellposed.study import catalogue, ledger, running
+from wellposed.study import catalogue, ledger, measuring, running
 from wellposed.study.plan import Cell, StudyRecords, grid
 from wellposed.study.pool import run_name
 from wellposed.study.trained import both, context_broadcasting, skip_ablation
@@ -218,6 +220,20 @@ def test_a_failed_measurement_is_told_and_tried_again(tmp_path, monkeypatch) -> 
     assert outcome.exit_code == 0
     assert set(calls(outcome.folder / "runs").values()) == {1}
     assert all(run.measured for run in runs_of(outcome.folder))
+
+
+def test_a_long_measurement_says_that_it_goes_on(tmp_path, monkeypatch) -> None:
+    after = study_runner.after
+
+    def slow(folder, study):
+        time.sleep(0.5)
+        return after(folder, study)
+
+    monkeypatch.setattr(study_runner, "after", slow)
+    monkeypatch.setattr(measuring, "PATIENCE", 0.1)
+    outcome, text = study_runner.run(PLAIN, tmp_path, seeds=[0])
+    assert outcome.exit_code == 0
+    assert re.search(r"measuring digits-\S+-seed0: 0 min so far\n", text)
 
 
 def test_records_are_small_and_come_back(tmp_path) -> None:

@@ -116,7 +116,10 @@ def test_fields_that_need_others(values, missing) -> None:
         ({"graying": "spectral", "target_kappa": 0.5}, "target_kappa must be at least 1, got 0.5"),
         ({"task": "mae", "mixup": 0.2}, "no labels to mix"),
         ({"batch_size": 10, "accumulate": 3}, "multiple of accumulate, got 10 and 3"),
-        ({"epochs": 3, "warmup_epochs": 3.0}, "warmup_epochs must be less than epochs, got 3 and 3; lower it"),
+        (
+            {"epochs": 3, "warmup_epochs": 3.0},
+            "must be less than epochs, got 3 and 3; lower it",
+        ),
     ],
 )
 def test_fields_that_exclude_others(values, says) -> None:

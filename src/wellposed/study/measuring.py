@@ -7,8 +7,9 @@ from starting. What was found is kept in the run's folder, for every study that 
 import gc
 import json
 import sys
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,9 @@ from wellposed.study.plan import Study, slug
 from wellposed.study.session import Session
 
 After = Callable[[Path, Path], list[dict[str, Any]]]
+
+PATIENCE = 60.0
+"""Seconds without news after which it says what it is at."""
 
 
 class Measurer:
@@ -39,6 +43,7 @@ class Measurer:
         self._asked: set[tuple[int, Key]] = set()
         self._waiting: list[Future[None]] = []
         self._done = 0
+        self._at: tuple[str, float] | None = None
 
     def __enter__(self) -> "Measurer":
         return self
@@ -58,13 +63,19 @@ class Measurer:
 
     def wait(self) -> None:
         """Until all is measured."""
-        left = sum(not each.done() for each in self._waiting)
-        if left:
-            self._say(f"measuring {left} {'run' if left == 1 else 'runs'}")
+        count = sum(not each.done() for each in self._waiting)
+        if count:
+            self._say(f"measuring {count} {'run' if count == 1 else 'runs'}")
+        while left := [each for each in self._waiting if not each.done()]:
+            ended, _ = wait(left, PATIENCE, FIRST_COMPLETED)
+            if not ended and self._at is not None:
+                title, since = self._at
+                self._say(f"measuring {title}: {(time.monotonic() - since) / 60:.0f} min so far")
         for each in self._waiting:
             each.result()
 
     def _measure(self, session: Session, planned: Planned) -> None:
+        self._at = planned.title, time.monotonic()
         try:
             rows = measured_on(session.study, planned.folder, session.folder)
             session.take_measured(planned, rows)

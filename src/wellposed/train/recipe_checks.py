@@ -64,8 +64,8 @@ def check_together(recipe: "Recipe") -> None:
         raise ValueError("task=mae has no labels to mix; leave mixup and cutmix out.")
     if recipe.warmup_epochs is not None and recipe.warmup_epochs >= recipe.epochs:
         raise ValueError(
-            f"warmup_epochs must be less than epochs, got {recipe.warmup_epochs:g} and {recipe.epochs}; lower "
-            "it, or leave it out."
+            f"warmup_epochs must be less than epochs, got {recipe.warmup_epochs:g} and {recipe.epochs}; "
+            "lower it, or leave it out."
         )
     if recipe.batch_size % recipe.accumulate:
         raise ValueError(
