@@ -1,11 +1,17 @@
-"""Every Python block of the README and the docs runs, and every command in them exists as it is written."""
+"""Every Python block of the README and the docs runs, and so do its commands, on a few images where they train.
+
+What downloads, needs many GPUs or takes hours is read by its own parser instead, with its recipe made.
+"""
 
 import csv
 import re
+import shutil
 import sys
 import tomllib
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,22 +24,41 @@ from typer.testing import CliRunner
 import own_model
 from clean_tables import restored_tables
 from docs_blocks import PAGES, ROOT, Block, all_blocks, commands, wellposed_words
+from small_cifar import write_cifar10
 from wellposed.cli import app
 from wellposed.models import build
 
 _BLOCKS = all_blocks()
 PYTHON = [pytest.param(block, id=block.name) for block in _BLOCKS if block.language == "python"]
 RUN = [pytest.param(block, id=block.name) for block in _BLOCKS if block.runs]
-LINES = [
-    pytest.param(words, id=f"{block.name}-{number}")
-    for block in _BLOCKS
-    for number, words in enumerate(commands(block))
-]
+
+
+def _lines(keep: Callable[[Block, list[str]], bool]) -> list[Any]:
+    """The commands that are meant, each with its page and place."""
+    return [
+        pytest.param(words, id=f"{block.name}-{number}")
+        for block in _BLOCKS
+        for number, words in enumerate(commands(block))
+        if keep(block, words)
+    ]
+
+
+LINES = _lines(lambda block, words: True)
 TARGETS = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 
 EXTRAS = set(
     tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 )
+
+
+TRAINING = (["wellposed", "train"], ["wellposed", "sweep"])
+_FEW = {"epochs": 1, "warmup_epochs": 0, "limit": 8, "batch_size": 4, "trackers": "none", "monitor_every": 0}
+SHORT = {
+    "train": [part for name, value in _FEW.items() for part in (f"--{name.replace('_', '-')}", str(value))],
+    "sweep": [part for name, value in _FEW.items() for part in ("--set", f"{name}={value}")]
+    + ["--seeds", "0"],
+}
+"""What makes any training short; the last of two equal flags counts."""
 
 
 @pytest.fixture
@@ -53,7 +78,7 @@ def readers_folder(tmp_path: Path, monkeypatch) -> Path:
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "recipe.toml").write_text((ROOT / "recipes" / "digits.toml").read_text())
     generator = np.random.default_rng(0)
-    for index in range(4):
+    for index in range(16):
         folder = tmp_path / "DIR" / f"class{index % 2}"
         folder.mkdir(parents=True, exist_ok=True)
         pixels = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
@@ -106,6 +131,87 @@ def check_command(words: list[str]) -> None:
             assert (ROOT / word).exists(), f"there is no {word}"
 
 
+TRAINS = [
+    pytest.param(block, id=block.name)
+    for block in _BLOCKS
+    if not block.runs and any(words[:2] in TRAINING for words in commands(block))
+]
+
+
+@pytest.mark.parametrize("block", TRAINS)
+def test_training_commands_run_on_a_few_images(block: Block, readers_folder: Path) -> None:
+    """What trains, or measures a model at hand, one after the other as the reader would; one epoch each."""
+    write_cifar10(readers_folder / "CIFAR")
+    for words in commands(block):
+        if words[:2] in TRAINING:
+            line = [word.replace("cifar10:DIR", "cifar10:CIFAR") for word in words[1:]]
+            result = CliRunner().invoke(app, [*line, *SHORT[line[0]]], catch_exceptions=False)
+            assert result.exit_code == 0, f"{' '.join(words)}\n{result.output}"
+
+
+DOWNLOADS = {"--pretrained", "hf:FOLDER_OR_NAME"}
+DIAGNOSES = _lines(
+    lambda block, words: not block.runs and words[1:2] == ["diagnose"] and not DOWNLOADS & {*words}
+)
+
+
+@pytest.mark.parametrize("words", DIAGNOSES)
+def test_diagnose_commands_run_on_a_smaller_model(words: list[str], readers_folder: Path) -> None:
+    """As they are written, but for the size of the model, a ViT of three blocks."""
+    size = {"img_size": 64, "depth": 3, "num_classes": 10}
+    for name in ("mine.safetensors", "FILE.safetensors"):
+        save_file(build("vit_tiny_patch16_224", **size).state_dict(), name)
+    line = [word.replace("vit_base", "vit_tiny").replace("0,11", "0,2") for word in words[1:]]
+    if line[1] == "runs/first":
+        first = CliRunner().invoke(app, ["train", *SHORT["train"], "--out", "runs/first"])
+        assert first.exit_code == 0, first.output
+    elif "--model-option" not in line:
+        line += [part for name, value in size.items() for part in ("--model-option", f"{name}={value}")]
+    result = CliRunner().invoke(app, line, catch_exceptions=False)
+    assert result.exit_code == 0, f"{' '.join(words)}\n{result.output}"
+    if "--out" in line:
+        assert (Path(line[line.index("--out") + 1]) / "diagnosis.json").exists()
+
+
+REPORTS = _lines(
+    lambda block, words: (
+        (words[1:2] == ["report"] or "--report-only" in words or words == ["wellposed", "study"])
+        and not block.runs
+    )
+)
+
+
+@pytest.mark.parametrize("words", REPORTS)
+def test_report_commands_run(words: list[str], readers_folder: Path) -> None:
+    """On two runs of one epoch, a diagnosis, and the records of a study that are in the repository."""
+    for folder in ("try/skips", "runs/study/skip-ablation-small"):
+        shutil.copytree(ROOT / "results" / "studies" / "skip-ablation-small", folder)
+    if any(word in words for word in ("runs/plain", "RUN_OR_DIAGNOSIS...")):
+        for line in (
+            ["train", *SHORT["train"], "--out", "runs/plain"],
+            ["train", *SHORT["train"], "--graying", "dct", "--out", "runs/grayed"],
+            ["diagnose", "runs/plain", "--out", "diagnosed"],
+        ):
+            assert CliRunner().invoke(app, line, catch_exceptions=False).exit_code == 0
+    line = [word.replace("RUN_OR_DIAGNOSIS...", "runs/plain") for word in words[1:]]
+    result = CliRunner().invoke(app, line, catch_exceptions=False)
+    assert result.exit_code == 0, f"{' '.join(words)}\n{result.output}"
+
+
+# The other studies are run in tests/study; what they train here would take hours.
+STUDIES = _lines(lambda block, words: {"study", "density", "digits"} <= {*words})
+
+
+@pytest.mark.parametrize("words", STUDIES)
+def test_study_commands_run_on_a_few_images(words: list[str], readers_folder: Path) -> None:
+    line = [*words[1:], "--seeds", "0"]
+    for name, value in {**_FEW, "limit": 64, "batch_size": 32}.items():
+        line += ["--set", f"{name}={value}"]
+    result = CliRunner().invoke(app, line, catch_exceptions=False)
+    assert result.exit_code == 0, f"{' '.join(words)}\n{result.output}"
+    assert list(Path("runs/study").glob("*/table.csv"))
+
+
 def _parse(line: list[str]) -> None:
     """The command line as typer reads it; a recipe is also made, without training."""
     command = typer.main.get_command(app)
@@ -138,6 +244,8 @@ def test_blocks_and_commands_are_found() -> None:
     assert len(PYTHON) > 15
     assert len(LINES) > 30
     assert len(RUN) >= 2
+    assert min(len(TRAINS), len(DIAGNOSES), len(REPORTS)) >= 4
+    assert len(STUDIES) >= 2
     sample = Block(ROOT / "x.md", 0, "", "wellposed a [--b c] \\\n   --d  # why\nsome output\n", "")
     assert commands(sample) == [["wellposed", "a", "--b", "c", "--d"]]
 
