@@ -1,4 +1,4 @@
-"""Every Python block of the README and the docs runs, and so do its commands, on a few images where they train.
+"""Every Python block of the README and the docs runs, and so do commands, on a few images where they train.
 
 What downloads, needs many GPUs or takes hours is read by its own parser instead, with its recipe made.
 """
