@@ -93,10 +93,33 @@ def test_studies_share_their_runs(tmp_path) -> None:
     assert len(list(pool.glob("*/measured-*.jsonl"))) == 7
 
 
-def test_waves_of_several_studies_are_trained_together(tmp_path) -> None:
+def test_a_run_starts_as_soon_as_nothing_stands_before_it(tmp_path) -> None:
     _, text = study_runner.run_all([TRIED, catalogue.get("mae"), PLAIN], tmp_path, seeds=[0])
-    # The trials, MAE's pre-training and all of the third; then the best and the fine-tuning.
-    assert text.count(" at a time, in ") == 2
+    assert text.count(" at a time, in ") == 1
+    lines = text.splitlines()
+    tuned = lines.index("digits-mae-fine-tuned-seed0: running")
+    assert lines.index("digits-mae-seed0: finished") < tuned
+    # It is longer than the trials, and goes before those that wait.
+    assert tuned < max(index for index, line in enumerate(lines) if "-trial: running" in line)
+
+
+def test_a_run_of_another_study_is_taken_over_when_it_has_ended(tmp_path) -> None:
+    """The best of the trials of the second is a run of the first, which ends long before."""
+    first = dataclasses.replace(
+        WHOLE,
+        name="first",
+        cells=lambda scale: [Cell("best", {"lr": 1e-3})],
+        report=lambda records: dataclasses.replace(both.report(records), draw=None),
+    )
+    outcomes, _ = study_runner.run_all(
+        [first, TRIED], tmp_path, seeds=[0], changes={"init": "xavier"}, jobs=1
+    )
+    ran = calls(tmp_path / "out" / "runs")
+    assert set(ran.values()) == {1}
+    records = [runs_of(outcome.folder) for outcome in outcomes]
+    full = [run for run in records[1] if not run.trial]
+    assert records[0][0].run in {run.run for run in full}
+    assert len(ran) == len(records[0]) + len(records[1]) - 1
 
 
 def test_runs_may_stand_elsewhere(tmp_path) -> None:

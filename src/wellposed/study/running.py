@@ -14,7 +14,6 @@ from typing import Any
 from rich.console import Console
 
 from wellposed.study import ledger
-from wellposed.study.choosing import Planned
 from wellposed.study.files import about, read_summary, write_report
 from wellposed.study.measuring import Measurer
 from wellposed.study.plan import Scale, Study, StudyReport, data_name
@@ -165,47 +164,49 @@ def _train(
     console: Console,
     measurer: Measurer,
 ) -> int:
-    """Wave after wave of all studies, until no run is left; the exit code of the one that was stopped."""
+    """All runs of all studies, each as soon as nothing stands before it; the exit code if it was stopped."""
+    queued: set[str] = set()
 
-    def ended(run: Run) -> None:
+    def ready() -> list[Run]:
+        """Those that are needed and not in the queue; a study may also come to need one that has ended."""
+        needed = [planned for session in sessions for planned in session.ready()]
+        made = {each.folder.name: each for each in needed if each.folder.name not in queued}
+        queued.update(made)
+        return [Run(name, name, each.recipe, each.folder, each.title) for name, each in made.items()]
+
+    def ended(run: Run) -> list[Run]:
+        queued.discard(run.name)
         for session in sessions:
             session.ended(run.name)
             measurer.ask(session)
+        return ready()
 
-    while True:
-        for session in sessions:
-            measurer.ask(session)
-        wave: dict[str, Planned] = {}
-        for session in sessions:
-            for planned in session.wave():
-                wave.setdefault(planned.folder.name, planned)
-        if not wave:
-            return 0
-        children, code = train_runs(
-            [Run(name, name, each.recipe, each.folder, each.title) for name, each in wave.items()],
-            out=pool,
-            jobs=_jobs(jobs, sessions, list(wave.values())),
-            command=command,
-            console=console,
-            ended=ended,
-        )
-        for sentence in failures(children):
-            _say(console, sentence)
-        if code >= 128:
-            return code
+    for session in sessions:
+        measurer.ask(session)
+    first = ready()
+    if not first:
+        return 0
+    children, code = train_runs(
+        first,
+        out=pool,
+        jobs=_jobs(jobs, sessions, first),
+        command=command,
+        console=console,
+        ended=ended,
+    )
+    for sentence in failures(children):
+        _say(console, sentence)
+    return code if code >= 128 else 0
 
 
-def _jobs(asked: int | None, sessions: Sequence[Session], wave: Sequence[Planned]) -> int:
-    if asked is None:
-        own = [session.study.jobs for session in sessions if session.study.jobs is not None]
-        if own:
-            asked = min(own)
-        elif any((each.recipe.image_size or 0) >= LARGE for each in wave):
-            asked = 1
-        else:
-            # Models so small that a CPU trains them gain nothing from a second thread.
-            asked = GPU_JOBS if gpu_is_there(os.environ) else min(CPU_JOBS, os.cpu_count() or 1)
-    return min(asked, len(wave))
+def _jobs(asked: int | None, sessions: Sequence[Session], runs: Sequence[Run]) -> int:
+    own = [session.study.jobs for session in sessions if session.study.jobs is not None]
+    if asked is not None or own:
+        return min(own) if asked is None else asked
+    if any((each.recipe.image_size or 0) >= LARGE for each in runs):
+        return 1
+    # Models so small that a CPU trains them gain nothing from a second thread.
+    return GPU_JOBS if gpu_is_there(os.environ) else min(CPU_JOBS, os.cpu_count() or 1)
 
 
 def _measure_once(session: Session, console: Console) -> None:

@@ -1,7 +1,7 @@
 """One study in one call: which runs it needs next, and the records of those that have ended.
 
 A variant with several cells is tried first; its best cell is then trained with all seeds. What starts from
-other weights waits for them. Each call of :meth:`Session.wave` tells the runs that nothing stands before.
+other weights waits for them. Each call of :meth:`Session.ready` tells the runs that nothing stands before.
 """
 
 import dataclasses
@@ -85,18 +85,18 @@ class Session:
 
     # Which runs are needed.
 
-    def wave(self) -> list[Planned]:
+    def ready(self) -> list[Planned]:
         """The runs that are needed next; none when all have ended."""
         found: dict[Key, Planned] = {}
         for spec in self.data:
             for label in self.grid.variants:
                 for planned in self._needed(spec, label):
                     found.setdefault(planned.key, planned)
-        self._planned |= found
         recipes = self.folder / "recipes"
-        for planned in found.values():
+        for key in found.keys() - self._planned.keys():
             recipes.mkdir(parents=True, exist_ok=True)
-            write_recipe(planned.recipe, recipes / f"{planned.title}.toml")
+            write_recipe(found[key].recipe, recipes / f"{found[key].title}.toml")
+        self._planned |= found
         return list(found.values())
 
     def _needed(self, spec: str, label: str) -> Iterator[Planned]:

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from wellposed.train.sweep import summary
-from wellposed.train.sweep.children import Child, Signals, train_all
+from wellposed.train.sweep.children import Child, Signals, nothing_more, train_all
 from wellposed.train.sweep.plan import Run, plan, write_recipes
 from wellposed.train.sweep.screen import Screen
 
@@ -84,7 +84,7 @@ def train_runs(
     jobs: int,
     command: Sequence[str],
     console: Console,
-    ended: Callable[[Run], None] = lambda run: None,
+    ended: Callable[[Run], Sequence[Run]] = nothing_more,
     at_end: Callable[[Sequence[Child]], None] = lambda children: None,
 ) -> tuple[list[Child], int]:
     """Train runs beside each other, the longest first; what became of them, and an exit code.
@@ -95,8 +95,8 @@ def train_runs(
         jobs: runs at a time.
         command: as of :func:`run`.
         console: where to print.
-        ended: called with each run that ended, well or not, and with those that had finished before. It must
-            not take long: no run is started meanwhile.
+        ended: called with each run that ended, well or not, and with those that had finished before; it tells
+            the runs that had waited for it. It must not take long: no run is started meanwhile.
         at_end: called while the folder is still locked and signals wait.
     """
     with alone_in(out) as lock:
@@ -175,7 +175,7 @@ def _opening(children: Sequence[Child], jobs: int, out: Path) -> str:
     done = sum(child.state == "finished" for child in children)
     finished = f", {done} of them finished before" if done else ""
     runs = "1 run" if len(children) == 1 else f"{len(children)} runs"
-    return f"{runs}{finished}, {jobs} at a time, in {out}"
+    return f"{runs}{finished}, {min(jobs, len(children))} at a time, in {out}"
 
 
 def _closing(children: Sequence[Child], rows: list[dict[str, Any]], out: Path) -> str:

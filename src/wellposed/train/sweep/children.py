@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
 
-from wellposed.train.sweep.plan import LOG, Run, work
+from wellposed.train.sweep.plan import LOG, Run, work, write_recipes
 from wellposed.train.sweep.progress import Progress, is_finished, read_result
 
 State = Literal["waiting", "running", "finished", "interrupted", "nonfinite", "failed"]
@@ -136,8 +136,13 @@ class Signals:
         self.received = self.received or number
 
 
+def nothing_more(run: Run) -> Sequence[Run]:
+    """No run waits for this one."""
+    return ()
+
+
 def train_all(
-    children: Sequence[Child],
+    children: list[Child],
     *,
     jobs: int,
     command: Sequence[str],
@@ -145,17 +150,31 @@ def train_all(
     inherited: Sequence[int],
     signals: Signals,
     show: Callable[[], None],
-    ended: Callable[[Run], None] = lambda run: None,
+    ended: Callable[[Run], Sequence[Run]] = nothing_more,
 ) -> None:
     """Run all that wait, at most ``jobs`` at a time, until they have ended or a signal says to stop.
 
-    The longest come first: a long one that starts last would leave the GPU nearly idle at the end.
+    ``ended`` is called with each run that has ended and tells the runs that had waited for it; they are
+    added to ``children``.
     """
-    waiting = [child for child in children if child.state == "waiting"]
-    waiting.sort(key=lambda child: -work(child.run.recipe))
-    for child in children:
-        if child.state == "finished":
-            ended(child.run)
+    waiting: list[Child] = []
+
+    def add(more: Sequence[Child]) -> None:
+        """Put them into the queue; those that had finished before may let others in."""
+        waiting.extend(child for child in more if child.state == "waiting")
+        waiting.sort(key=_turn)
+        for child in more:
+            if child.state == "finished":
+                go_on(child)
+
+    def go_on(child: Child) -> None:
+        followers = ended(child.run)
+        write_recipes(followers)
+        more = [Child.of(run) for run in followers]
+        children.extend(more)
+        add(more)
+
+    add(list(children))
     running: list[Child] = []
     try:
         while running or (waiting and signals.received is None):
@@ -165,7 +184,7 @@ def train_all(
                 if child.state == "running":
                     running.append(child)
                 else:
-                    ended(child.run)
+                    go_on(child)
             for child in running:
                 if signals.received is not None:
                     child.stop()
@@ -173,7 +192,7 @@ def train_all(
                     child.process.kill()
                 child.poll()
                 if child.state not in ("running", "interrupted"):
-                    ended(child.run)
+                    go_on(child)
             running = [child for child in running if child.state == "running"]
             show()
             if running:
@@ -185,3 +204,11 @@ def train_all(
         for child in running:
             if child.process is not None:
                 child.process.wait()
+
+
+def _turn(child: Child) -> tuple[float, int]:
+    """The longest come first: a long one that starts last would leave the GPU nearly idle at the end.
+
+    Of equals the first seed does: the programs that it compiles are there for the others.
+    """
+    return -work(child.run.recipe), child.run.recipe.seed

@@ -25,7 +25,10 @@ _RIGHT = ("update", "accuracy", "images/s", "time left")
 
 
 class Screen:
-    """Shows the runs whenever :meth:`show` is called; the table not more often than the eye needs."""
+    """Shows the runs whenever :meth:`show` is called, also those that were added meanwhile.
+
+    The table not more often than the eye needs.
+    """
 
     def __init__(self, console: Console, children: Sequence[Child]) -> None:
         self._console, self._children = console, children
@@ -33,7 +36,7 @@ class Screen:
             Live(console=console, auto_refresh=False, transient=True) if console.is_interactive else None
         )
         self._drawn = 0.0
-        self._told = [child.state for child in children]
+        self._told = {child.run.name: child.state for child in children}
 
     def __enter__(self) -> "Screen":
         if self._live is not None:
@@ -54,9 +57,10 @@ class Screen:
             self._drawn = time.monotonic()
 
     def _tell_changes(self) -> None:
-        for index, child in enumerate(self._children):
-            if child.state != self._told[index]:
-                self._told[index] = child.state
+        for child in self._children:
+            # Runs that waited for others are new here.
+            if child.state != self._told.get(child.run.name, "waiting"):
+                self._told[child.run.name] = child.state
                 parts = [f"{child.run.title}: {child.state}", *([child.reason] if child.reason else [])]
                 if child.progress.accuracy is not None:
                     parts.append(f"accuracy {percent(child.progress.accuracy)}")
