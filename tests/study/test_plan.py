@@ -164,9 +164,15 @@ def test_kappa_is_of_the_last_weights() -> None:
 
 
 def test_one_seed_does_not_show_that_two_are_the_same() -> None:
-    near, apart = (difference({0: 90.0 + points}, {0: 90.0}) for points in (0.1, 1.0))
-    assert verdict([Claim("a minus b", "same", near, within=0.2)])[0] == "reproduced"
-    assert verdict([Claim("a minus b", "same", apart, within=0.2)])[0] == "incomplete"
+    for points, seeds, expected in (
+        (0.1, 1, "incomplete"),
+        (1.0, 1, "incomplete"),
+        (3.0, 1, "not"),
+        (0.1, 2, "reproduced"),
+        (1.0, 2, "not"),
+    ):
+        found = difference({seed: 90.0 + points for seed in range(seeds)}, dict.fromkeys(range(seeds), 90.0))
+        assert verdict([Claim("a minus b", "same", found, within=0.2)])[0] == expected
 
 
 def test_the_reason_has_numbers() -> None:
