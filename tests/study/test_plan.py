@@ -1,11 +1,12 @@
 """What studies are made of, and how two numbers are compared."""
 
+import dataclasses
 import math
 
 import pytest
 
 from wellposed.study import catalogue
-from wellposed.study.choosing import best_of
+from wellposed.study.choosing import best_of, score
 from wellposed.study.compare import (
     Claim,
     accuracy_claim,
@@ -127,6 +128,14 @@ def test_tables_and_claims_take_the_best_cells_only() -> None:
 def test_a_run_that_broke_has_the_accuracy_of_its_last_test() -> None:
     assert record("a", 0, 40.0, state="nonfinite").accuracy == pytest.approx(40.0)
     assert record("a", 0, 40.0, state="failed").accuracy is None
+
+
+@pytest.mark.parametrize("test", [{"loss": "nan"}, {"loss": 1.5, "nonfinite": 3}])
+def test_a_test_that_missed_images_has_no_accuracy(test) -> None:
+    whole = record("a", 0, 40.0)
+    part = dataclasses.replace(whole, result={"test": {"accuracy": 0.4, **test}})
+    assert part.accuracy is None
+    assert score(part) < score(whole)
 
 
 @pytest.mark.parametrize("scale", ["small", "paper"])

@@ -94,7 +94,7 @@ def test_studies_share_their_runs(tmp_path) -> None:
 
 
 def test_a_run_starts_as_soon_as_nothing_stands_before_it(tmp_path) -> None:
-    _, text = study_runner.run_all([TRIED, catalogue.get("mae"), PLAIN], tmp_path, seeds=[0])
+    _, text = study_runner.run_all([TRIED, catalogue.get("mae"), PLAIN], tmp_path, seeds=[0], jobs=1)
     assert text.count(" at a time, in ") == 1
     lines = text.splitlines()
     tuned = lines.index("digits-mae-fine-tuned-seed0: running")
@@ -160,15 +160,22 @@ def test_a_run_whose_record_stands_is_not_trained_again(tmp_path) -> None:
 
 def test_the_first_set_chooses_for_all(tmp_path) -> None:
     once = dataclasses.replace(TRIED, chooses_once=True)
-    outcome, _ = study_runner.run(once, tmp_path, seeds=[0], data=["digits", "cifar10:DIR"])
+    outcome, _ = study_runner.run(once, tmp_path, seeds=[0], data=["cifar10:DIR", "cifar100:DIR"])
     records = runs_of(tmp_path / "out")
-    assert {run.data for run in records if run.trial} == {"digits"}
+    assert {run.data for run in records if run.trial} == {"cifar10"}
     assert len(records) == 12 + 2 * 3
     assert outcome.report is not None
-    assert [row["data"] for row in outcome.report.tables["table"]] == ["digits"] * 3 + ["cifar10"] * 3
+    assert [row["data"] for row in outcome.report.tables["table"]] == ["cifar10"] * 3 + ["cifar100"] * 3
     # The set that chose need not be at hand later.
-    study_runner.run(once, tmp_path, seeds=[0], data=["cifar100:DIR"])
+    study_runner.run(once, tmp_path, seeds=[0], data=["packed:a/birds.npz"])
     assert len(runs_of(tmp_path / "out")) == 12 + 3 * 3
+
+
+def test_a_set_with_another_model_does_not_choose(tmp_path) -> None:
+    once = dataclasses.replace(TRIED, chooses_once=True)
+    study_runner.run(once, tmp_path, seeds=[0], data=["digits", "cifar10:DIR", "cifar100:DIR"])
+    tried = [run.data for run in runs_of(tmp_path / "out") if run.trial]
+    assert tried == ["digits"] * 12 + ["cifar10"] * 12
 
 
 def test_sets_one_call_at_a_time(tmp_path) -> None:

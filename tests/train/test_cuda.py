@@ -39,6 +39,15 @@ def test_runs_finish_with_finite_weights(fields, tmp_path) -> None:
     assert all(value.isfinite().all() for value in weights(tmp_path).values())
 
 
+@pytest.mark.parametrize("where", ["pixels", "embedding"])
+def test_all_test_images_are_scored(where, tmp_path) -> None:
+    """Tests come between recorded passes of training, whose memory the GPU gives them."""
+    run(tmp_path, **ON_GPU | {"epochs": 6, "graying": "spectral", "gray_where": where})
+    tests = [line for line in read_run(tmp_path) if line["event"] == "test"]
+    assert len(tests) == 6
+    assert all(isinstance(test["loss"], float) and "nonfinite" not in test for test in tests)
+
+
 @pytest.mark.parametrize(("goes_on", "steps"), [("stop", BAD), ("skip", 23)])
 def test_a_bad_update_is_left_out_on_the_device(goes_on, steps, tmp_path, monkeypatch) -> None:
     forward = Loop._forward

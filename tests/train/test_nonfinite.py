@@ -11,6 +11,7 @@ from short_runs import assert_bitwise, run, weights
 from wellposed.train.guard import Guard, takes_flag
 from wellposed.train.loop import Loop
 from wellposed.train.report import read_run
+from wellposed.train.tasks import Classification
 
 BAD = 6
 
@@ -150,3 +151,27 @@ def test_the_guard(on_host: bool, goes_on: bool) -> None:
     step(3, bad=False)
     assert guard.read() == (0, None)
     assert not torch.equal(model.linear.weight, before["linear.weight"])
+
+
+def test_test_images_without_scores_are_counted_and_told(tmp_path, monkeypatch) -> None:
+    scores = Classification.scores
+
+    def broken(self, output, batch):
+        # One image in each batch, with its own label as the largest entry.
+        return scores(self, output.index_fill(0, torch.tensor([1]), float("nan")), batch)
+
+    monkeypatch.setattr(Classification, "scores", broken)
+    run(tmp_path, epochs=1)
+    lines = read_run(tmp_path)
+    (test,) = [line for line in lines if line["event"] == "test"]
+    (warning,) = [line for line in lines if line["event"] == "warning"]
+    assert 0 < test["nonfinite"] < 400
+    assert f"the scores of {test['nonfinite']} of " in warning["text"]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["test"]["nonfinite"] == test["nonfinite"]
+
+
+def test_a_whole_test_says_nothing(tmp_path) -> None:
+    run(tmp_path, epochs=1)
+    (test,) = [line for line in read_run(tmp_path) if line["event"] == "test"]
+    assert "nonfinite" not in test

@@ -58,10 +58,12 @@ def best_of(tried: Sequence[tuple[Cell, RunRecord]]) -> Cell:
 
 
 def score(record: RunRecord) -> tuple[float, float]:
-    test = (record.result.get("test") or {}) if record.state == "finished" else {}
-    loss, accuracy = test.get("loss"), test.get("accuracy")
+    """Accuracy, then loss; of a run that ended well."""
+    if record.state != "finished":
+        return -1.0, -float("inf")
+    loss = (record.result.get("test") or {}).get("loss")
     return (
-        accuracy if isinstance(accuracy, (int, float)) else -1.0,
+        -1.0 if record.accuracy is None else record.accuracy / 100,
         -loss if isinstance(loss, (int, float)) else -float("inf"),
     )
 

@@ -98,10 +98,12 @@ class RunRecord:
     def accuracy(self) -> float | None:
         """In percent, of the last test: the best one would be chosen on the test images.
 
-        Of a run that came to a loss that is not finite, of the last test before.
+        Of a run that came to a loss that is not finite, of the last test before. None of a test that could
+        not score all of its images.
         """
-        has_ended = self.state in ("finished", "nonfinite")
-        value = (self.result.get("test") or {}).get("accuracy") if has_ended else None
+        test = (self.result.get("test") or {}) if self.state in ("finished", "nonfinite") else {}
+        is_whole = isinstance(test.get("loss", 0.0), (int, float)) and not test.get("nonfinite")
+        value = test.get("accuracy") if is_whole else None
         return 100.0 * value if isinstance(value, (int, float)) else None
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from wellposed.study import ledger
 from wellposed.study.files import about, read_summary, write_report
 from wellposed.study.measuring import Measurer
-from wellposed.study.plan import Scale, Study, StudyReport, data_name
+from wellposed.study.plan import Scale, Study, StudyRecords, StudyReport, data_name
 from wellposed.study.session import Session
 from wellposed.train.sweep import COMMAND, GPU_JOBS, failures, gpu_is_there, train_runs
 from wellposed.train.sweep.plan import Run
@@ -227,10 +227,19 @@ def _report(session: Session, console: Console, failed: bool = False) -> Outcome
     ledger.write(session.folder, records.runs, records.measured)
     details = about(session, records, read_summary(session.folder))
     _say(console, f"\n{session.study.name}: {session.study.title}\n")
-    for sentence in write_report(session.folder, records, report, details):
+    for sentence in [*write_report(session.folder, records, report, details), *_unscored(records)]:
         _say(console, sentence)
     is_whole = not failed and all(run.state != "failed" for run in records.runs)
     return Outcome(session.folder, report, 0 if is_whole else 1)
+
+
+def _unscored(records: StudyRecords) -> list[str]:
+    """Sentences on the runs that no accuracy is known of, though they were tested."""
+    return [
+        f"{run.label}, {run.data}, seed {run.seed}: a test had scores that are not finite, and does not count."
+        for run in records.runs
+        if run.accuracy is None and "accuracy" in (run.result.get("test") or {}) and run.state == "finished"
+    ]
 
 
 def _dropping(session: Session) -> list[str]:

@@ -121,7 +121,7 @@ class Session:
     def _tries(self, spec: str, label: str) -> list[Planned]:
         """The runs that a variant's best is chosen by; none while what they start from is not chosen."""
         if self.study.chooses_once:
-            spec = self._chooser(label)
+            spec = self._chooser(spec, label)
         is_short = self.grid.has_trial(spec)
         seed = self._ended_grid(spec, label)
         made = [
@@ -131,11 +131,22 @@ class Session:
         # What chooses is not measured.
         return [dataclasses.replace(each, measured=False) for each in made if each is not None]
 
-    def _chooser(self, label: str) -> str:
-        """The set that has chosen before, though it may not be at hand now; else the first given."""
+    def _chooser(self, spec: str, label: str) -> str:
+        """The set that has chosen before, though it may not be at hand now; else the first given.
+
+        Of those with the same model: the digits have a small one, which wants other values.
+        """
         specs = {data_name(spec): spec for spec in self.data}
         known = [specs.get(name, name) for name in self._sets]
-        return next((spec for spec in known if self._ended_grid(spec, label) is not None), self.data[0])
+        alike = [each for each in known if self._model(each) == self._model(spec)]
+        return next(
+            (each for each in alike if self._ended_grid(each, label) is not None),
+            next(each for each in self.data if each in alike),
+        )
+
+    def _model(self, spec: str) -> tuple[Any, ...]:
+        base = self.study.base(self.scale, spec)
+        return base.model, base.model_options
 
     def _ended_grid(self, spec: str, label: str) -> int | None:
         """The seed of a grid that has ended, so that more seeds do not choose anew."""

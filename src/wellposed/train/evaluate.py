@@ -14,11 +14,15 @@ from wellposed.train.tasks import Task
 
 @dataclass(frozen=True)
 class Tested:
-    """Means over the test images; no accuracy where nothing is classified."""
+    """Means over the test images; no accuracy where nothing is classified.
+
+    Images whose scores are not finite count as wrong; ``nonfinite`` is how many there are.
+    """
 
     loss: float
     accuracy: float | None
     images: int
+    nonfinite: int = 0
 
 
 def evaluate(
@@ -33,17 +37,17 @@ def evaluate(
 ) -> Tested:
     """Test a module; it is left in evaluation mode. ``forward`` is the module or its compiled form."""
     module.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
     has_classes = True
     with torch.no_grad():
         for number, batch in enumerate(batches):
             first = (number * world + rank) * len(batch.images)
             scores = task.scores(forward(*task.eval_inputs(batch, first)), batch)
             has_classes = scores.correct is not None
-            correct = scores.correct if scores.correct is not None else torch.zeros_like(scores.loss)
-            sums += torch.stack(
-                [(batch.weights * value).sum().double() for value in (scores.loss, correct)]
-                + [batch.weights.sum().double()]
-            )
-    loss, right, images = total(sums).tolist()
-    return Tested(loss / images, right / images if has_classes else None, int(images))
+            bad = ~scores.loss.isfinite()
+            correct = torch.zeros_like(scores.loss) if scores.correct is None else scores.correct
+            # NaN has a largest entry too, which may be the right one.
+            columns = (scores.loss, correct.masked_fill(bad, 0), torch.ones_like(scores.loss), bad)
+            sums += torch.stack([(batch.weights * column).sum().double() for column in columns])
+    loss, right, images, nonfinite = total(sums).tolist()
+    return Tested(loss / images, right / images if has_classes else None, int(images), int(nonfinite))
