@@ -236,7 +236,7 @@ def _report(session: Session, console: Console, failed: bool = False) -> Outcome
 def _unscored(records: StudyRecords) -> list[str]:
     """Sentences on the runs that no accuracy is known of, though they were tested."""
     return [
-        f"{run.label}, {run.data}, seed {run.seed}: a test had scores that are not finite, and does not count."
+        f"{run.label}, {run.data}, seed {run.seed}: its test has scores that are not finite; it is left out."
         for run in records.runs
         if run.accuracy is None and "accuracy" in (run.result.get("test") or {}) and run.state == "finished"
     ]
