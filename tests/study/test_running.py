@@ -5,13 +5,14 @@ import json
 import sys
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import study_runner
 from short_runs import TINY
 from study_runner import calls, runs_of
 from wellposed.cli import app
-from wellposed.study import catalogue
+from wellposed.study import catalogue, running
 from wellposed.study.plan import Cell, Study, StudyReport
 from wellposed.study.trained import skip_ablation
 from wellposed.train.recipe import Recipe
@@ -167,6 +168,21 @@ def test_a_study_without_runs_measures_once(tmp_path) -> None:
     assert asked == ["small"]
     assert outcome.report is not None
     assert outcome.report.tables["table"] == [{"value": 3.0}]
+
+
+def test_a_stopped_study_says_where_it_ran(tmp_path, monkeypatch) -> None:
+    train_runs = running.train_runs
+    monkeypatch.setattr(running, "train_runs", lambda *args, **more: (train_runs(*args, **more)[0], 143))
+    study = catalogue.get("cb-position")
+    outcome, text = study_runner.run(study, tmp_path, seeds=[0], data=["packed:a/birds.npz"])
+    assert outcome.exit_code == 143
+    assert outcome.report is None
+    assert "verdict" not in text
+    running.report_again([study], out=outcome.folder, console=Console(quiet=True))
+    summary = json.loads((outcome.folder / "summary.json").read_text())
+    assert summary["command"].startswith("wellposed study cb-position --data packed:birds.npz")
+    (surroundings,) = summary["environments"]
+    assert "torch" in surroundings["packages"]
 
 
 def test_a_cell_that_starts_from_nothing(tmp_path) -> None:

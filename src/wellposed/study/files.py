@@ -49,6 +49,12 @@ def about(session: "Session", records: StudyRecords, before: Mapping[str, Any]) 
     }
 
 
+def write_details(session: "Session") -> None:
+    """What is known before the report: a later call that only reports cannot tell where the runs were."""
+    before = read_summary(session.folder)
+    write_json(session.folder / SUMMARY, {**before, **about(session, session.records(), before)})
+
+
 def _environments(before: Sequence[Mapping[str, Any]], has_worked: bool) -> list[Mapping[str, Any]]:
     """Of the calls that trained or measured, each once, with its latest time."""
     if not has_worked:

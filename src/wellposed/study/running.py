@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from wellposed.study import ledger
-from wellposed.study.files import about, read_summary, write_report
+from wellposed.study.files import about, read_summary, write_details, write_report
 from wellposed.study.measuring import Measurer
 from wellposed.study.plan import Scale, Study, StudyRecords, StudyReport, data_name
 from wellposed.study.session import Session
@@ -91,6 +91,9 @@ def run_all(
     with Measurer(console) as measurer:
         code = _train(sessions, pool, jobs, command, console, measurer)
         if code >= 128:
+            for session in sessions:
+                if session.has_worked:
+                    write_details(session)
             _say(console, "The study was stopped; the same command again goes on with it.")
             return [Outcome(session.folder, None, code) for session in sessions]
         measurer.wait()
