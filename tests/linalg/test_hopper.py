@@ -156,3 +156,32 @@ def test_the_dct_under_autocast_on_a_gpu() -> None:
     assert low.dtype == exact.dtype
     assert 0 < (low - exact).norm() / exact.norm() <= 3e-3
     assert (low_slope - slope).norm() / slope.norm() <= 1e-2
+
+
+@on_hopper
+@pytest.mark.parametrize("where", ["pixels", "embedding"])
+def test_recorded_tests_between_recorded_updates(where) -> None:
+    """As the trainer could have them: both live in one pool of memory, and take turns."""
+    torch.manual_seed(0)
+    smooth = torch.randn(2560, 3, 64, 64, device="cuda").cumsum(-1).cumsum(-2)
+    images = smooth / smooth.std((1, 2, 3), keepdim=True)
+    labels = torch.arange(2560, device="cuda") % 50
+    options = {"img_size": 64, "patch_size": 8, "class_token": False, "global_pool": "avg", "depth": 4}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=50, **options).cuda()
+    wellposed.gray_tokens(model, 0.7, where=where)
+    compiled = torch.compile(model, mode="reduce-overhead")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for _ in range(4):
+        model.train()
+        for batch, wanted in zip(images.split(256), labels.split(256), strict=True):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = torch.nn.functional.cross_entropy(compiled(batch).float(), wanted)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        model.eval()
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            found = torch.cat([compiled(batch).float() for batch in images.split(256)])
+            expected = torch.cat([model(batch).float() for batch in images.split(256)])
+        assert found.isfinite().all()
+        assert (found - expected).abs().max() <= 0.05 * expected.abs().max()

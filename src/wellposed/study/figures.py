@@ -73,45 +73,21 @@ def _matplotlib() -> tuple[Any, Any]:
     return Figure, FigureCanvasAgg
 
 
-def means(
-    plot: Any, groups: Mapping[str, Mapping[str, Spread | None]], *, paper: Mapping[str, float] = {}
-) -> None:
-    """Means with their deviations: a group a data set, a point a variant; the paper's as dashes.
+def means(plot: Any, found: Mapping[str, Spread | None], *, paper: Mapping[str, float] = {}) -> None:
+    """Means with their deviations, a point a variant; the paper's as dashes.
 
     Points and not bars: bars would have to start at 0, beside which half of a point could not be seen.
     """
-    labels = list(dict.fromkeys(label for of_data in groups.values() for label in of_data))
-    width = 0.8 / max(1, len(labels))
-    for index, label in enumerate(labels):
-        left = (index - (len(labels) - 1) / 2) * width
-        found = [
-            (place + left, each)
-            for place, of_data in enumerate(groups.values())
-            if (each := of_data.get(label)) is not None
-        ]
-        plot.errorbar(
-            [place for place, _ in found],
-            [each.mean for _, each in found],
-            yerr=[each.deviation or 0.0 for _, each in found],
-            label=label if len(groups) > 1 else None,
-            color=f"C{index % 10}",
-            fmt="o",
-            capsize=3,
-        )
+    for place, (label, each) in enumerate(found.items()):
+        if each is not None:
+            plot.errorbar(
+                [place], [each.mean], yerr=[each.deviation or 0.0], color=f"C{place % 10}", fmt="o", capsize=3
+            )
         if label in paper:
             plot.hlines(
-                [paper[label]] * len(groups),
-                [place + left - width / 2 for place in range(len(groups))],
-                [place + left + width / 2 for place in range(len(groups))],
-                colors="black",
-                linestyles="dashed",
-                linewidth=1,
+                paper[label], place - 0.4, place + 0.4, colors="black", linestyles="dashed", linewidth=1
             )
-    if len(groups) == 1:
-        places = [(index - (len(labels) - 1) / 2) * width for index in range(len(labels))]
-        plot.set_xticks(places, labels, rotation=40, ha="right", fontsize=8)
-    else:
-        plot.set_xticks(range(len(groups)), list(groups))
+    plot.set_xticks(range(len(found)), list(found), rotation=40, ha="right", fontsize=8)
     plot.margins(y=0.15)
 
 

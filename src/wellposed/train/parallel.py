@@ -46,7 +46,7 @@ def compiled(module: nn.Module, recipe: Recipe, device: torch.device) -> Any:
 def is_tested_eagerly(recipe: Recipe, device: torch.device) -> bool:
     """Whether tests leave out the compiled form.
 
-    On an H200, recorded as a CUDA graph, tests of 5 of 17 models with spectral graying had scores of NaN for
+    On an H200, recorded as a CUDA graph, tests of 5 of 15 models with spectral graying had scores of NaN for
     some of their images, while no update of their training had, nor anything that was measured on them
     without compiling. Why is not known yet.
     """

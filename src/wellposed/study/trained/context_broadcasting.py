@@ -13,7 +13,7 @@ from wellposed.study import compare, figures
 from wellposed.study.plan import Cell, RunRecord, Scale, Study, StudyRecords, StudyReport
 from wellposed.study.trained.after import conditioning_and_density
 from wellposed.study.trained.bases import vit
-from wellposed.study.trained.reports import accuracy_groups
+from wellposed.study.trained.reports import draw_means
 from wellposed.train.recipe import Recipe
 
 NONE, CB, CB_S = "none", "CB", "CB_S"
@@ -101,12 +101,11 @@ def report(records: StudyRecords) -> StudyReport:
 
 
 def draw(records: StudyRecords, path: Path) -> None:
-    """Accuracy, and the entropy of attention block by block."""
-    canvas = figures.Canvas(1 + len(records.datasets))
-    first, *others = canvas.plots
-    figures.means(first, accuracy_groups(records))
-    first.set(title="test accuracy", ylabel="percent")
-    for plot, data in zip(others, records.datasets, strict=True):
+    """A row a data set: accuracy, and the entropy of attention block by block."""
+    canvas = figures.Canvas(2, max(1, len(records.datasets)))
+    for row, data in enumerate(records.datasets):
+        mean, entropy = canvas.plots[2 * row : 2 * row + 2]
+        draw_means(mean, records, data)
         lines: dict[str, dict[float, compare.Spread | None]] = {}
         for label in records.labels:
             by_seed = entropies(records.of(label, data))
@@ -115,8 +114,8 @@ def draw(records: StudyRecords, path: Path) -> None:
                 block: compare.spread(places.get((block, -1)) for places in by_seed.values())
                 for block in blocks
             }
-        figures.over_steps(plot, lines)
-        plot.set(title=f"{data}: entropy of attention", xlabel="block", ylabel="of its maximum")
+        figures.over_steps(entropy, lines)
+        entropy.set(title=f"{data}: entropy of attention", xlabel="block", ylabel="of its maximum")
     canvas.save(path)
 
 

@@ -29,24 +29,23 @@ def accuracy_report(
 
 
 def draw_accuracy(records: StudyRecords, paper: Mapping[str, float], path: Path) -> None:
-    """Means with deviations, and beside them the tests over the epochs of each data set."""
-    canvas = figures.Canvas(1 + len(records.datasets))
-    first, *others = canvas.plots
-    figures.means(first, accuracy_groups(records), paper=paper)
-    first.set(title="test accuracy" + (", dashed: the paper's" if paper else ""), ylabel="percent")
-    for plot, data in zip(others, records.datasets, strict=True):
-        runs = {label: records.of(label, data) for label in records.labels}
-        figures.curves(plot, runs, "accuracy", scale=100.0)
-        plot.set(title=data, ylabel="percent")
+    """A row a data set: means with deviations, and beside them the tests over the epochs."""
+    canvas = figures.Canvas(2, max(1, len(records.datasets)))
+    for row, data in enumerate(records.datasets):
+        mean, curve = canvas.plots[2 * row : 2 * row + 2]
+        draw_means(mean, records, data, paper)
+        figures.curves(
+            curve, {label: records.of(label, data) for label in records.labels}, "accuracy", scale=100.0
+        )
+        curve.set(title=f"{data}: tests", ylabel="percent")
     canvas.save(path)
 
 
-def accuracy_groups(records: StudyRecords) -> dict[str, dict[str, compare.Spread | None]]:
-    """By data set and variant."""
-    return {
-        data: {
-            label: compare.spread(compare.accuracies(records.of(label, data)).values())
-            for label in records.labels
-        }
-        for data in records.datasets
+def draw_means(plot: Any, records: StudyRecords, data: str, paper: Mapping[str, float] = {}) -> None:
+    """Accuracy of each variant on a data set, on its own axis: sets differ more than variants do."""
+    found = {
+        label: compare.spread(compare.accuracies(records.of(label, data)).values())
+        for label in records.labels
     }
+    figures.means(plot, found, paper=paper)
+    plot.set(title=f"{data}: accuracy" + (", dashed: the paper's" if paper else ""), ylabel="percent")

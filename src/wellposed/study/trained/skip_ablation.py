@@ -102,7 +102,8 @@ def report(records: StudyRecords) -> StudyReport:
     }
     notes = [
         "Each variant has the best of a grid over initialisation and learning rate, chosen by short runs "
-        "with one seed on the first data set, the first of those within two points; grid.csv has them."
+        "with one seed on the first data set of its model, the first of those within two points; grid.csv "
+        "has them."
     ]
     return StudyReport(tables, partial(draw, records, tables["kappa"]), verdict, reason, notes)
 
