@@ -17,7 +17,7 @@ def plain_vit(scale: Scale, data: str) -> Recipe:
     if data_name(data) == "digits":
         return Recipe(data=data, **_DIGITS)
     # Attention goes on changing after accuracy has begun to tell models apart.
-    return vit(scale, data, **{"epochs": 25} if scale == "small" else {})
+    return vit(scale, data, **{"epochs": 25, "limit": None} if scale == "small" else {})
 
 
 def plain_vit_with_checkpoints(scale: Scale, data: str) -> Recipe:

@@ -48,6 +48,9 @@ SMALL_IMAGES: dict[str, Any] = {
     "eval_every": 5,
 }
 
+HALVED = {"cifar10": 25_000, "cifar100": 25_000}
+"""Images to train with, half of the set's: a grid of runs with three seeds then takes minutes."""
+
 POOLED: dict[str, Any] = {"class_token": False, "global_pool": "avg"}
 """Without a class token a small ViT learns faster, and 64 tokens fill a GPU's tiles where 65 do not."""
 
@@ -57,13 +60,20 @@ def vit(scale: Scale, data: str, **fields: Any) -> Recipe:
 
     >>> [vit("small", data).batch_size for data in ("digits", "cifar10:DIR")]
     [64, 256]
+    >>> [vit("small", data).limit for data in ("cifar10:DIR", "packed:birds.npz")]
+    [25000, None]
     """
     if scale == "paper":
         return Recipe(**COMMON | UNWATCHED | DEIT | {"data": data, "model": "vit_base_patch16_224"} | fields)
     if data_name(data) == "digits":
         return Recipe(**COMMON | UNWATCHED | digits_fields() | {"data": data} | fields)
-    small = COMMON | UNWATCHED | SMALL_IMAGES | {"data": data, "model": TINY, "model_options": POOLED}
-    return Recipe(**small | fields)
+    model = {"data": data, "model": TINY, "model_options": POOLED}
+    return Recipe(**COMMON | UNWATCHED | small_images(data) | model | fields)
+
+
+def small_images(data: str) -> dict[str, Any]:
+    """Of the small scale, for sets of images."""
+    return SMALL_IMAGES | {"limit": HALVED.get(data_name(data))}
 
 
 def digits_fields() -> dict[str, Any]:

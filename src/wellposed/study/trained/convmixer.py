@@ -4,7 +4,7 @@ from typing import Any
 
 from wellposed.study import compare
 from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport, data_name, grid
-from wellposed.study.trained.bases import COMMON, SMALL_IMAGES, UNWATCHED
+from wellposed.study.trained.bases import COMMON, UNWATCHED, small_images
 from wellposed.study.trained.reports import accuracy_report
 from wellposed.train.recipe import Recipe
 
@@ -20,12 +20,12 @@ def cells(scale: Scale) -> list[Cell]:
 
 
 def base(scale: Scale, data: str) -> Recipe:
-    values: dict[str, Any] = COMMON | UNWATCHED | SMALL_IMAGES | {"data": data, "model": MODEL}
+    values: dict[str, Any] = COMMON | UNWATCHED | small_images(data) | {"data": data, "model": MODEL}
     if data_name(data) == "digits":
         small = {"batch_size": 64, "mixup": 0.0, "cutmix": 0.0, "erase": 0.0, "precision": "fp32"}
         return Recipe(**values | small | {"epochs": 15, "warmup_epochs": 1.5, "model_options": DIGITS})
     # Its patches have 2 pixels whatever the image: one of 64 pixels would be four times the work.
-    return Recipe(**values | ({"epochs": 200} if scale == "paper" else {"image_size": 32}))
+    return Recipe(**values | ({"epochs": 200, "limit": None} if scale == "paper" else {"image_size": 32}))
 
 
 def trial(scale: Scale, data: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ POSITIONS = {
     "ffn.branch": "FFN, without its skip",
     "ffn.skip": "FFN's skip",
 }
-LONG: dict[str, Any] = {"epochs": 100, "erase": 0.25, "auto_augment": TRIVIAL_POLICY}
+LONG: dict[str, Any] = {"epochs": 100, "limit": None, "erase": 0.25, "auto_augment": TRIVIAL_POLICY}
 """For the paper's own data set: the better the model with all skips, the more there is to lose."""
 LEAST_LOG = 0.5
 """What ln kappa must differ by with one seed: blocks of one model differ by as much."""
