@@ -55,3 +55,5 @@ if __name__ == "__main__":
     result = fit(recipe(**FIELDS, parallel=parallel, monitor_every=6), out=folder, quiet=True)
     assert result.status == {"kill": "finished", "nan": "nonfinite"}[what], result.status
     torch.distributed.destroy_process_group()
+    # On a busy machine a thread of torch's may outlive its owner at the end, which aborts the process.
+    os._exit(0)

@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent.parent
 
 
 def launch(folder: Path, *arguments: str) -> None:
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3")
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
         "GLOO_SOCKET_IFNAME": "lo",
