@@ -41,7 +41,7 @@ def test_runs_finish_with_finite_weights(fields, tmp_path) -> None:
 
 @pytest.mark.parametrize("where", ["pixels", "embedding"])
 def test_all_test_images_are_scored(where, tmp_path) -> None:
-    """Tests come between recorded passes of training, whose memory the GPU gives them."""
+    """Between updates that are recorded as CUDA graphs."""
     run(tmp_path, **ON_GPU | {"epochs": 6, "graying": "spectral", "gray_where": where})
     tests = [line for line in read_run(tmp_path) if line["event"] == "test"]
     assert len(tests) == 6

@@ -153,19 +153,24 @@ def test_the_guard(on_host: bool, goes_on: bool) -> None:
     assert not torch.equal(model.linear.weight, before["linear.weight"])
 
 
-def test_test_images_without_scores_are_counted_and_told(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_test_images_without_scores_are_counted_and_told(whole, tmp_path, monkeypatch) -> None:
     scores = Classification.scores
 
     def broken(self, output, batch):
-        # One image in each batch, with its own label as the largest entry.
-        return scores(self, output.index_fill(0, torch.tensor([1]), float("nan")), batch)
+        rows = torch.arange(len(output)) if whole else torch.tensor([1])
+        return scores(self, output.index_fill(0, rows, float("nan")), batch)
 
     monkeypatch.setattr(Classification, "scores", broken)
     run(tmp_path, epochs=1)
     lines = read_run(tmp_path)
     (test,) = [line for line in lines if line["event"] == "test"]
     (warning,) = [line for line in lines if line["event"] == "warning"]
-    assert 0 < test["nonfinite"] < 400
+    if whole:
+        # The largest of ten NaN is the first, which is the class of a tenth of the images.
+        assert (test["nonfinite"], test["accuracy"]) == (400, 0.0)
+    else:
+        assert 0 < test["nonfinite"] < 400
     assert f"the scores of {test['nonfinite']} of " in warning["text"]
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["test"]["nonfinite"] == test["nonfinite"]
