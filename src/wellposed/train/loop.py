@@ -27,7 +27,7 @@ from wellposed.train.explain import explain
 from wellposed.train.guard import Guard, takes_flag
 from wellposed.train.monitoring import PacedMonitor, first_test_images
 from wellposed.train.optimize import gradient_norm, make_optimizer, make_schedule
-from wellposed.train.parallel import accumulating, compiled, is_tested_eagerly
+from wellposed.train.parallel import accumulating, compiled
 from wellposed.train.recipe import Recipe
 from wellposed.train.report import Reporter
 from wellposed.train.saving import Exporter, Progress, Saver, Weights
@@ -89,7 +89,6 @@ class Loop:
         self.device: torch.device = accelerator.device
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.forward = compiled(module, recipe, self.device)
-        self.test_forward = module if is_tested_eagerly(recipe, self.device) else self.forward
         self.parameters = [parameter for parameter in task.module.parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(task.module, recipe)
         self.schedule = make_schedule(self.optimizer, recipe, train.updates_per_epoch)
@@ -307,7 +306,7 @@ class Loop:
     def _end_epoch(self, epoch: int) -> None:
         if epoch % self.recipe.eval_every and epoch != self.recipe.epochs:
             return
-        tested = self.last_test = self._test(self.test_forward, self.task.module)
+        tested = self.last_test = self._test(self.forward, self.task.module)
         averaged = None if self.ema is None else self._test(self.ema.module, self.ema.module)
         self.task.train_mode()
         if tested.nonfinite:

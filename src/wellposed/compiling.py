@@ -1,0 +1,61 @@
+"""``torch.compile`` on a GPU, where the installed torch leaves a barrier out.
+
+A kernel that Inductor makes may write numbers in one loop and read them back in the next: the sum under a
+layer norm, for one. Triton may give writing and reading to different threads, and then some read what was in
+memory before. torch 2.11 to 2.13 have no barrier between the two; 2.14 has (pytorch/pytorch pull request
+190519). ViTs are hit after the patch convolution, whose output is laid out by channels: in training and in
+tests, with or without graying, or not at all, as the kernel's autotuning falls.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+MENDED = "2.14"
+"""The first torch with the barrier."""
+_TAG = "barrier-before-reading-back"
+
+
+@functools.cache
+def mend_inductor() -> bool:
+    """Add the barrier to all that this process compiles from now on; the trainer calls it itself.
+
+    Call it before the first use of a compiled model. What was compiled without it and lies in torch's cache
+    on disk is not used any more.
+
+    Returns:
+        Whether this torch needs it. If not, nothing is changed.
+    """
+    if torch.__version__ >= MENDED:
+        return False
+    from torch._inductor.codegen.common import DeferredLine
+    from torch._inductor.codegen.triton import TritonKernel
+
+    add_barrier(TritonKernel, lambda name: DeferredLine(name, "tl.debug_barrier()"))
+    config: Any = torch.compiler.config
+    config.cache_key_tag = f"{config.cache_key_tag} {_TAG}".strip()
+    return True
+
+
+def add_barrier(kernel: Any, barrier: Any) -> None:
+    """Let a class of kernels write ``barrier(name)`` before it loads a buffer that it has stored."""
+    load, get_load_buffer = kernel.load, kernel.get_load_buffer
+
+    @functools.wraps(load)
+    def load_after_barrier(self: Any, name: str, index: Any) -> Any:
+        before = getattr(self, "_reads_back", None)
+        self._reads_back = name if name in self.cse.invalidated_stores else None
+        try:
+            return load(self, name, index)
+        finally:
+            self._reads_back = before
+
+    @functools.wraps(get_load_buffer)
+    def buffer_after_barrier(self: Any, indexing: Any) -> Any:
+        lines = get_load_buffer(self, indexing)
+        if getattr(self, "_reads_back", None) is not None:
+            lines.writeline(barrier(self._reads_back))
+        return lines
+
+    kernel.load, kernel.get_load_buffer = load_after_barrier, buffer_after_barrier
