@@ -17,7 +17,7 @@ from wellposed.probes import jacobian_spectrum as spectrum_of
 from wellposed.study.compare import Claim, difference, spread, verdict
 from wellposed.study.figures import Canvas
 from wellposed.study.measured.settings import plain_vit
-from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport
+from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport, data_name
 from wellposed.train.recipe import Recipe
 from wellposed.train.trained_run import Moment, TrainedRun, open_run
 
@@ -52,10 +52,10 @@ def cells(scale: Scale) -> list[Cell]:
 
 
 def base(scale: Scale, data: str) -> Recipe:
-    """Of images of 32 pixels 16 tokens: few enough for the whole Jacobian of ViT-Tiny, 3072 x 3072."""
+    """At the small scale 16 tokens: few enough for the whole Jacobian of ViT-Tiny, 3072 x 3072."""
     recipe = plain_vit(scale, data)
-    is_small = scale == "small" and data != "digits"
-    return dataclasses.replace(recipe, patch_size=8) if is_small else recipe
+    is_small = scale == "small" and data_name(data) != "digits"
+    return dataclasses.replace(recipe, image_size=32, patch_size=8) if is_small else recipe
 
 
 def spectra_of_run(run: Path, study: Path | None = None) -> list[dict[str, Any]]:

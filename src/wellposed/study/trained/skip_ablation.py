@@ -28,7 +28,13 @@ POSITIONS = {
     "ffn.branch": "FFN, without its skip",
     "ffn.skip": "FFN's skip",
 }
-LONG: dict[str, Any] = {"epochs": 100, "limit": None, "erase": 0.25, "auto_augment": TRIVIAL_POLICY}
+LONG: dict[str, Any] = {
+    "epochs": 100,
+    "batch_size": 128,
+    "limit": None,
+    "erase": 0.25,
+    "auto_augment": TRIVIAL_POLICY,
+}
 """For the paper's own data set: the better the model with all skips, the more there is to lose."""
 LEAST_LOG = 0.5
 """What ln kappa must differ by with one seed: blocks of one model differ by as much."""
@@ -54,7 +60,15 @@ def trial(scale: Scale, data: str) -> dict[str, Any]:
         {"epochs": 10}
         if data_name(data) == "digits"
         # So short a run learns less with strong augmentation.
-        else {"epochs": 20, "limit": 25_000, "warmup_epochs": 4.0, "auto_augment": None}
+        else {
+            "epochs": 20,
+            "batch_size": 256,
+            "limit": 25_000,
+            "warmup_epochs": 4.0,
+            "auto_augment": None,
+            "mixup": 0.2,
+            "cutmix": 1.0,
+        }
     )
 
 
