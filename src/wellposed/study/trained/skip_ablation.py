@@ -34,8 +34,11 @@ LONG: dict[str, Any] = {
     "limit": None,
     "erase": 0.25,
     "auto_augment": TRIVIAL_POLICY,
+    "mixup": 0.0,
+    "cutmix": 0.0,
 }
-"""For the paper's own data set: the better the model with all skips, the more there is to lose."""
+"""For the paper's own data set: the better the model with all skips, the more there is to lose. After 55 of
+100 epochs it had 79% so, and 73% with images mixed as well."""
 LEAST_LOG = 0.5
 """What ln kappa must differ by with one seed: blocks of one model differ by as much."""
 
