@@ -34,7 +34,7 @@ from wellposed.train.mae_masks import fixed_mask_noise
 from wellposed.train.mae_picture import draw_reconstruction
 from wellposed.train.monitoring import first_test_images
 from wellposed.train.optimize import check_optimizer
-from wellposed.train.parallel import distribute
+from wellposed.train.parallel import distribute, room_for_programs
 from wellposed.train.recipe import Recipe
 from wellposed.train.report import EndTable, Reporter, tracker_names
 from wellposed.train.run_folder import default_folder, open_folder, write_environment
@@ -119,7 +119,8 @@ def _run(
         compile=bool(recipe.compile),
     )
     try:
-        return _train(prepared, accelerator, folder, train, test, console)
+        with room_for_programs(recipe, prepared.built.model):
+            return _train(prepared, accelerator, folder, train, test, console)
     finally:
         train.close()
 

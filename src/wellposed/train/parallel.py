@@ -18,7 +18,10 @@ from wellposed.train.recipe import Recipe
 
 
 def distribute(module: nn.Module, trunk: nn.Module, recipe: Recipe, device: torch.device) -> nn.Module:
-    """Replicate or shard a module that is on its device; one process has it as it is."""
+    """Replicate or shard a module that is on its device, after its blocks were compiled if they are to be."""
+    if has_compiled_blocks(recipe):
+        for block in anatomy.blocks(trunk):
+            block.module.compile()
     if not several():
         return module
     if recipe.parallel == "ddp":
@@ -26,22 +29,44 @@ def distribute(module: nn.Module, trunk: nn.Module, recipe: Recipe, device: torc
         return DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in anatomy.blocks(trunk):
-        if recipe.compile:
-            block.module.compile()  # block by block: between them the weights are put together
         fully_shard(block.module, mesh=mesh)
     fully_shard(module, mesh=mesh)
     return module
 
 
+def has_compiled_blocks(recipe: Recipe) -> bool:
+    """Whether the blocks are compiled rather than the whole; a sharded model gathers weights between them."""
+    is_sharded = several() and recipe.parallel == "fsdp2"
+    return bool(recipe.compile) and (recipe.compile_blocks or is_sharded)
+
+
+@contextmanager
+def room_for_programs(recipe: Recipe, trunk: nn.Module) -> Iterator[None]:
+    """Blocks share their class, of which torch compiles eight programs and runs all others uncompiled.
+
+    Here as many as there are blocks, for training and tests, with and without gradients.
+    """
+    if not has_compiled_blocks(recipe):
+        yield
+        return
+    from torch._dynamo import config
+
+    patched: Any = config.patch(  # type: ignore[attr-defined]
+        recompile_limit=max(config.recompile_limit, 4 * len(anatomy.blocks(trunk)))
+    )
+    with patched:
+        yield
+
+
 def compiled(module: nn.Module, recipe: Recipe, device: torch.device) -> Any:
-    """The module's forward, compiled if the recipe says so; a sharded one has compiled blocks already.
+    """The module's forward, compiled if the recipe says so and its blocks are not compiled already.
 
     On one GPU the passes are recorded as CUDA graphs, because small models are otherwise bound by how fast
     Python launches kernels; unless something in them cannot be recorded.
     """
     if recipe.compile and device.type == "cuda":
         mend_inductor()  # blocks and augmentation too are compiled when they first run, later than here
-    if not recipe.compile or isinstance(module, FSDPModule):
+    if not recipe.compile or has_compiled_blocks(recipe):
         return module
     return torch.compile(module, mode="reduce-overhead" if _can_record(recipe, device) else None)
 

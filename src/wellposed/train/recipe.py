@@ -143,6 +143,8 @@ class Recipe:
     seed: int = _field(0, "Run", "of everything that is drawn")
     precision: Precision = _field("fp32", "Run", "fp32, or bf16 autocast")
     compile: bool | None = _field(None, "Run", "compile the model [default: on a GPU]", free=True)
+    compile_blocks: bool = _field(False, "Run",
+        "compile block by block: equal blocks are compiled once, so that training starts sooner", free=True)
     device: str | None = _field(None, "Run", "cpu, cuda [default: a GPU if there is one]", free=True)
     parallel: Literal["ddp", "fsdp2"] = _field("ddp", "Run",
         "with several processes: replicate or shard the model", free=True)

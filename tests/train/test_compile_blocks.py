@@ -1,0 +1,46 @@
+"""Models whose blocks are compiled one by one: equal ones share a program, edited ones do not."""
+
+import timm
+import torch
+from torch._dynamo import config
+from torch._dynamo.utils import counters
+
+from short_runs import run, weights
+from wellposed.train.parallel import room_for_programs
+from wellposed.train.recipe import Recipe
+from wellposed.train.report import read_run
+
+EDITS = {"graying": "dct", "eps": 0.5, "gray_where": "blocks", "gray_blocks": "0", "broadcast": "cb"}
+
+
+def test_a_run_is_that_of_the_uncompiled_model(tmp_path) -> None:
+    for name, fields in {"plain": {"compile": False}, "blocks": {"compile": True}}.items():
+        options = {"model_options": {"depth": 3, "embed_dim": 32, "num_heads": 2}, "monitor_every": 4}
+        run(tmp_path / name, **EDITS | options | fields, compile_blocks=True, epochs=1)
+    found, expected = weights(tmp_path / "blocks"), weights(tmp_path / "plain")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, atol=2e-5), name
+    measured = [
+        [line for line in read_run(tmp_path / name) if line["event"] == "monitor"]
+        for name in ("plain", "blocks")
+    ]
+    assert len(measured[0]) == len(measured[1]) > 1
+
+
+def test_equal_blocks_are_compiled_once(tmp_path) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"depth": 5, "embed_dim": 32, "num_heads": 2}
+    run(tmp_path, compile=True, compile_blocks=True, epochs=1, model_options=options)
+    assert counters["stats"]["unique_graphs"] == 2  # training and tests
+
+
+def test_there_is_room_for_a_program_of_every_block(monkeypatch) -> None:
+    monkeypatch.setattr(config, "recompile_limit", 8)  # timm's optimizers raise it to a million
+    model = timm.create_model("vit_tiny_patch16_224", depth=3, embed_dim=12, num_heads=1)
+    with room_for_programs(Recipe(compile=True, compile_blocks=True), model):
+        assert config.recompile_limit == 12
+    assert config.recompile_limit == 8
+    with room_for_programs(Recipe(compile=True), model):
+        assert config.recompile_limit == 8
