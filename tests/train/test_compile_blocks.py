@@ -10,13 +10,12 @@ from wellposed.train.parallel import room_for_programs
 from wellposed.train.recipe import Recipe
 from wellposed.train.report import read_run
 
-EDITS = {"graying": "dct", "eps": 0.5, "gray_where": "blocks", "gray_blocks": "0", "broadcast": "cb"}
+ONE_BLOCK = {"graying": "dct", "eps": 0.5, "gray_where": "blocks", "gray_blocks": "0"}
 
 
 def test_a_run_is_that_of_the_uncompiled_model(tmp_path) -> None:
     for name, fields in {"plain": {"compile": False}, "blocks": {"compile": True}}.items():
-        options = {"model_options": {"depth": 3, "embed_dim": 32, "num_heads": 2}, "monitor_every": 4}
-        run(tmp_path / name, **EDITS | options | fields, compile_blocks=True, epochs=1)
+        run(tmp_path / name, **ONE_BLOCK | fields, compile_blocks=True, epochs=1, monitor_every=2)
     found, expected = weights(tmp_path / "blocks"), weights(tmp_path / "plain")
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -36,11 +35,11 @@ def test_equal_blocks_are_compiled_once(tmp_path) -> None:
     assert counters["stats"]["unique_graphs"] == 2  # training and tests
 
 
-def test_there_is_room_for_a_program_of_every_block(monkeypatch) -> None:
-    monkeypatch.setattr(config, "recompile_limit", 8)  # timm's optimizers raise it to a million
+def test_there_is_room_for_a_program_of_every_block() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=3, embed_dim=12, num_heads=1)
-    with room_for_programs(Recipe(compile=True, compile_blocks=True), model):
-        assert config.recompile_limit == 12
-    assert config.recompile_limit == 8
-    with room_for_programs(Recipe(compile=True), model):
+    with config.patch(recompile_limit=8):  # timm's optimizers raise it to a million
+        with room_for_programs(Recipe(compile=True, compile_blocks=True), model):
+            assert config.recompile_limit == 12
         assert config.recompile_limit == 8
+        with room_for_programs(Recipe(compile=True), model):
+            assert config.recompile_limit == 8
