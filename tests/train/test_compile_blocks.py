@@ -1,7 +1,9 @@
 """Models whose blocks are compiled one by one: equal ones share a program, edited ones do not."""
 
+import pytest
 import timm
 import torch
+from torch import nn
 from torch._dynamo import config
 from torch._dynamo.utils import counters
 
@@ -10,7 +12,15 @@ from wellposed.train.parallel import room_for_programs
 from wellposed.train.recipe import Recipe
 from wellposed.train.report import read_run
 
+pytestmark = pytest.mark.usefixtures("without_kernels")
 ONE_BLOCK = {"graying": "dct", "eps": 0.5, "gray_where": "blocks", "gray_blocks": "0"}
+
+
+@pytest.fixture
+def without_kernels(monkeypatch) -> None:
+    """Traced as ever, but run by torch's own operations: making kernels takes half a minute."""
+    compile_ = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compile_(self, backend="aot_eager"))
 
 
 def test_a_run_is_that_of_the_uncompiled_model(tmp_path) -> None:
