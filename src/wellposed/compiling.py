@@ -1,4 +1,4 @@
-"""``torch.compile`` on a GPU, where the installed torch leaves a barrier out.
+"""What ``torch.compile`` needs to be right on a GPU, and to keep many programs of one class.
 
 A kernel that Inductor makes may write numbers in one loop and read them back in the next: the sum under a
 layer norm, for one. Triton may give writing and reading to different threads, and then some read what was in
@@ -7,7 +7,9 @@ memory before. torch 2.11 to 2.13 have no barrier between the two; 2.14 has (pyt
 tests, with or without graying, or not at all, as the kernel's autotuning falls.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,3 +61,20 @@ def add_barrier(kernel: Any, barrier: Any) -> None:
         return lines
 
     kernel.load, kernel.get_load_buffer = load_after_barrier, buffer_after_barrier
+
+
+@contextlib.contextmanager
+def many_programs(at_least: int) -> Iterator[None]:
+    """Room for so many compiled programs of one class; torch has eight, and runs all others uncompiled.
+
+    A number or shape that differs between two of them, such as eps, stays a constant of each.
+    """
+    import torch._dynamo
+
+    config: Any = torch._dynamo.config
+    with config.patch(
+        recompile_limit=max(config.recompile_limit, at_least),
+        automatic_dynamic_shapes=False,
+        specialize_float=True,
+    ):
+        yield

@@ -142,7 +142,7 @@ def _watched(bare_step, losses: list[str]):
 
 @pytest.mark.usefixtures("without_inductor")
 def test_a_model_that_runs_the_code_of_another_is_told(monkeypatch) -> None:
-    monkeypatch.setattr(steps, "_many_compiled", contextlib.nullcontext)
+    monkeypatch.setattr(steps, "many_programs", contextlib.nullcontext)
     # An edit that leaves no mark on the class, as a hook by hand would be.
     monkeypatch.setattr("wellposed.surgery.insertion.mark", lambda module: None)
     (results,) = measure_steps(replace(RECIPE, compile=True), ["cb"], CPU, rounds=1, updates=1)

@@ -5,7 +5,6 @@ one order and in the next round in the other, so that a machine that slows down 
 taken within a round.
 """
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from wellposed.bench.timing import PeakMemory, message, release, seconds_per_call
+from wellposed.compiling import many_programs
 from wellposed.train.bench import bare_step
 from wellposed.train.recipe import Recipe
 from wellposed.train.seeding import generators_kept
@@ -32,6 +32,7 @@ EDITS: dict[str, dict[str, Any]] = {
 }
 USUAL = ("spectral-pixels", "spectral-embedding", "dct-pixels", "dct-embedding", "cb", "cb_s")
 CLASSES, CHANNELS = 1000, 3
+MOST_PROGRAMS = 64
 
 Step = Callable[[int], None]
 
@@ -74,7 +75,8 @@ def measure_steps(
     warm_up = warm_up or (1 if device.type == "cpu" else 3)
     results = {name: Timed() for name in names}
     steps: dict[str, Step] = {}
-    with generators_kept(), _many_compiled():
+    # All models are compiled from the same functions.
+    with generators_kept(), many_programs(MOST_PROGRAMS):
         for name in names:
             tell(f"{name}: building and warming up")
             before, graphs = time.perf_counter(), _graphs()
@@ -114,22 +116,6 @@ def _measure(step: Step, result: Timed, updates: int, device: torch.device) -> N
         result.seconds.append(seconds_per_call(lambda: step(updates), 1, device) / updates)
     if peak.bytes is not None:
         result.peak_bytes = max(peak.bytes, result.peak_bytes or 0)
-
-
-@contextlib.contextmanager
-def _many_compiled() -> Iterator[None]:
-    """All models are compiled from the same functions: none of them may count as one too many, and a number
-    that differs between two of them, such as eps, stays a constant of each.
-    """
-    import torch._dynamo
-
-    config: Any = torch._dynamo.config
-    with config.patch(
-        recompile_limit=64,
-        automatic_dynamic_shapes=False,
-        specialize_float=True,
-    ):
-        yield
 
 
 def _graphs() -> int:

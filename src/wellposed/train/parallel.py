@@ -1,7 +1,7 @@
 """One model on one or many processes, compiled or not."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from wellposed import anatomy
-from wellposed.compiling import mend_inductor
+from wellposed.compiling import many_programs, mend_inductor
 from wellposed.train.checkpoint.processes import several
 from wellposed.train.recipe import Recipe
 
@@ -40,22 +40,11 @@ def has_compiled_blocks(recipe: Recipe) -> bool:
     return bool(recipe.compile) and (recipe.compile_blocks or is_sharded)
 
 
-@contextmanager
-def room_for_programs(recipe: Recipe, trunk: nn.Module) -> Iterator[None]:
-    """Blocks share their class, of which torch compiles eight programs and runs all others uncompiled.
-
-    Here as many as there are blocks, for training and tests, with and without gradients.
-    """
+def room_for_programs(recipe: Recipe, trunk: nn.Module) -> AbstractContextManager[None]:
+    """For compiled blocks, which share their class: in training and tests, with and without gradients."""
     if not has_compiled_blocks(recipe):
-        yield
-        return
-    from torch._dynamo import config
-
-    patched: Any = config.patch(  # type: ignore[attr-defined]
-        recompile_limit=max(config.recompile_limit, 4 * len(anatomy.blocks(trunk)))
-    )
-    with patched:
-        yield
+        return nullcontext()
+    return many_programs(4 * len(anatomy.blocks(trunk)))
 
 
 def compiled(module: nn.Module, recipe: Recipe, device: torch.device) -> Any:
