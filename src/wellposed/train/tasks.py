@@ -15,6 +15,7 @@ from wellposed.train.linear_probe import freeze_for_probe, probe_train_mode
 from wellposed.train.mae import FixedMask, MaskedAutoencoder, MaskedOutput, encoder_state
 from wellposed.train.mae_masks import fixed_mask_noise, mask_noise
 from wellposed.train.recipe import Recipe
+from wellposed.train.token_order import order_tokens
 
 WATCHED = 64
 """Images that a monitor may show a masked autoencoder, at most."""
@@ -150,6 +151,7 @@ class MaskedPretraining:
 
 
 def make_task(model: nn.Module, recipe: Recipe, positions: Tensor | None = None) -> Task:
+    order_tokens(model)
     if recipe.task == "mae":
         return MaskedPretraining(model, recipe, positions)
     return LinearProbe(model) if recipe.task == "probe" else Classification(model)
