@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from short_runs import run, signal_at, weights
+from wellposed.train import loop as loop_module
 from wellposed.train.loop import Loop
 from wellposed.train.report import read_run
 
@@ -30,6 +31,8 @@ BAD = 6
         {"ema": 0.9, "accumulate": 2, "optimizer": "lamb", "drop_path": 0.2},
         {"mixup": 0.3, "cutmix": 1.0, "erase": 0.3, "flip": 0.5, "color_jitter": 0.2, "crop_scale": 0.5},
         {"placement": "stream", "workers": 2},
+        {"compile_blocks": True, "graying": "spectral"},
+        {"compile_blocks": True, "graying": "spectral", "eps": 0.6, "eps_end": 1.0, "broadcast": "cb_s"},
     ],
     ids=lambda fields: ",".join(fields) or "plain",
 )
@@ -73,6 +76,28 @@ def test_pretraining_fine_tuning_and_a_probe(tmp_path) -> None:
     encoder = load_file(tmp_path / "mae" / "best" / "model.safetensors")
     probed = load_file(tmp_path / "probe" / "last" / "model.safetensors")
     assert torch.equal(probed["blocks.0.attn.qkv.weight"], encoder["blocks.0.attn.qkv.weight"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"drop_path": 0.3, "mixup": 0.3},
+        {"task": "mae", "mask_ratio": 0.5},
+        {"model": "convmixer_256_8", "model_options": {"dim": 32, "depth": 2, "kernel_size": 3}},
+    ],
+    ids=["vit", "mae", "batch norm"],
+)
+def test_recorded_updates_are_those_that_are_launched(fields, tmp_path, monkeypatch) -> None:
+    """The same programs, once replayed and once launched one by one: masks and dropped paths too."""
+    fields = ON_GPU | {"compile_blocks": True, "precision": "fp32", "epochs": 2} | fields
+    run(tmp_path / "recorded", **fields)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module, "is_recorded_here", lambda recipe, device: False)
+        run(tmp_path / "launched", **fields)
+    found, expected = weights(tmp_path / "recorded"), weights(tmp_path / "launched")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_terminated_and_resumed(tmp_path, monkeypatch) -> None:

@@ -27,8 +27,9 @@ from wellposed.train.explain import explain
 from wellposed.train.guard import Guard, takes_flag
 from wellposed.train.monitoring import PacedMonitor, first_test_images
 from wellposed.train.optimize import gradient_norm, make_optimizer, make_schedule
-from wellposed.train.parallel import accumulating, compiled
+from wellposed.train.parallel import accumulating, compiled, is_recorded_here
 from wellposed.train.recipe import Recipe
+from wellposed.train.recording import CudaRecorder, Outcome, RecordedPass
 from wellposed.train.report import Reporter
 from wellposed.train.saving import Exporter, Progress, Saver, Weights
 from wellposed.train.seeding import seed_update
@@ -90,6 +91,7 @@ class Loop:
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.forward = compiled(module, recipe, self.device)
         self.parameters = [parameter for parameter in task.module.parameters() if parameter.requires_grad]
+        self.recorded = self._recorder()
         self.optimizer = make_optimizer(task.module, recipe)
         self.schedule = make_schedule(self.optimizer, recipe, train.updates_per_epoch)
         self.updates = recipe.epochs * train.updates_per_epoch
@@ -174,9 +176,8 @@ class Loop:
         loss_total = torch.zeros((), device=self.device)
         for number, batch in enumerate(passes):
             with accumulating(self.module, number == len(passes) - 1):
-                loss, correct = self._forward(self.forward, update, number, batch)
-                torch.autograd.backward(loss / len(passes))
-            loss_total = loss_total + loss.detach() / len(passes)
+                loss, correct = self._pass(update, number, batch, len(passes))
+            loss_total = loss_total + loss / len(passes)
             if correct is not None:
                 sums.values[1] += correct
             sums.images += len(batch.images)
@@ -189,10 +190,32 @@ class Loop:
         sums.values[2] += 1
         return norm
 
-    def _forward(self, forward: Any, update: int, number: int, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _pass(self, update: int, number: int, batch: Batch, passes: int) -> Outcome:
+        if self.recorded is not None:
+            return self.recorded(self.task.inputs(batch, update, number), batch)
+        loss, correct = self._forward(self.forward, update, number, batch)
+        torch.autograd.backward(loss / passes)
+        return loss.detach(), correct
+
+    def _forward(self, forward: Any, update: int, number: int, batch: Batch) -> Outcome:
+        return self._loss(forward, self.task.inputs(batch, update, number), batch)
+
+    def _loss(self, forward: Any, inputs: tuple[Tensor, ...], batch: Batch) -> Outcome:
         with self.accelerator.autocast():
-            output = forward(*self.task.inputs(batch, update, number))
+            output = forward(*inputs)
         return self.task.loss(output, batch)
+
+    def _recorder(self) -> RecordedPass | None:
+        if not is_recorded_here(self.recipe, self.device):
+            return None
+
+        def work(inputs: tuple[Tensor, ...], batch: Batch) -> Outcome:
+            loss, correct = self._loss(self.forward, inputs, batch)
+            torch.autograd.backward(loss)
+            return loss.detach(), correct
+
+        cuda = CudaRecorder(self.device)
+        return RecordedPass(work, self.parameters, cuda.launch, cuda.record)
 
     def _log(self, sums: Sums, norm: Tensor) -> None:
         loss, correct, updates = total(sums.values.clone()).tolist()

@@ -20,7 +20,8 @@ from wellposed.train.recipe import Recipe
 def distribute(module: nn.Module, trunk: nn.Module, recipe: Recipe, device: torch.device) -> nn.Module:
     """Replicate or shard a module that is on its device, after its blocks were compiled if they are to be."""
     if has_compiled_blocks(recipe):
-        for block in anatomy.blocks(trunk):
+        # The decoder of a masked autoencoder has some too.
+        for block in anatomy.blocks(module):
             block.module.compile()
     if not several():
         return module
@@ -58,6 +59,11 @@ def compiled(module: nn.Module, recipe: Recipe, device: torch.device) -> Any:
     if not recipe.compile or has_compiled_blocks(recipe):
         return module
     return torch.compile(module, mode="reduce-overhead" if _can_record(recipe, device) else None)
+
+
+def is_recorded_here(recipe: Recipe, device: torch.device) -> bool:
+    """Whether the passes are recorded by the trainer (``recording.py``): blocks compiled one by one."""
+    return has_compiled_blocks(recipe) and _can_record(recipe, device)
 
 
 def _can_record(recipe: Recipe, device: torch.device) -> bool:
