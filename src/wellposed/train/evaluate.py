@@ -9,6 +9,7 @@ from torch import nn
 
 from wellposed.train.agree import total
 from wellposed.train.batches import EvalBatches
+from wellposed.train.reading import read
 from wellposed.train.tasks import Task
 
 
@@ -49,5 +50,5 @@ def evaluate(
             # NaN has a largest entry too, which may be the right one.
             columns = (scores.loss, correct.masked_fill(bad, 0), torch.ones_like(scores.loss), bad)
             sums += torch.stack([(batch.weights * column).sum().double() for column in columns])
-    loss, right, images, nonfinite = total(sums).tolist()
+    loss, right, images, nonfinite = read(total(sums))
     return Tested(loss / images, right / images if has_classes else None, int(images), int(nonfinite))

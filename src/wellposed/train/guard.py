@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from wellposed.train.agree import largest
+from wellposed.train.reading import read
 
 
 class Guard:
@@ -70,7 +71,7 @@ class Guard:
 
     def read(self) -> tuple[int, int | None]:
         """How many updates were left out so far, and the first of them; waits for the device."""
-        bad, left_out, first = self._state.tolist()
+        bad, left_out, first = read(self._state)
         return int(left_out), int(first) if bad else None
 
     def reset(self) -> None:

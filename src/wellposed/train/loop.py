@@ -28,6 +28,7 @@ from wellposed.train.guard import Guard, takes_flag
 from wellposed.train.monitoring import PacedMonitor, first_test_images
 from wellposed.train.optimize import gradient_norm, make_optimizer, make_schedule
 from wellposed.train.parallel import accumulating, compiled, is_recorded_here
+from wellposed.train.reading import read
 from wellposed.train.recipe import Recipe
 from wellposed.train.recording import CudaRecorder, Outcome, RecordedPass
 from wellposed.train.report import Reporter
@@ -218,7 +219,7 @@ class Loop:
         return RecordedPass(work, self.parameters, cuda.launch, cuda.record)
 
     def _log(self, sums: Sums, norm: Tensor) -> None:
-        loss, correct, updates = total(sums.values.clone()).tolist()
+        loss, correct, updates = read(total(sums.values.clone()))
         images = sums.images * self.world
         self.reporter.train(
             self.progress.update,

@@ -46,6 +46,8 @@ SMALL_IMAGES: dict[str, Any] = {
     "cutmix": 1.0,
     "precision": "bf16",
     "eval_every": 5,
+    # A grid of short runs is bound by how long they take to start, and their blocks are mostly the same.
+    "compile_blocks": True,
 }
 
 FEWER = {"cifar10": 20_000, "cifar100": 20_000}

@@ -26,6 +26,8 @@ SMALL_MODELS: dict[str, dict[str, Any]] = {
     "PVTv2-b0": {"model": "pvt_v2_b0", "image_size": 64},
 }
 """The same families so small that images of 32 pixels train them in minutes."""
+BRIEF = {"epochs": 8}
+"""Ten runs a seed, and most of these models take longer than ViT-Tiny."""
 
 PAPER = {
     "ViT-S": (80.2, 80.4),
@@ -52,7 +54,7 @@ def base(scale: Scale, data: str) -> Recipe:
         # Images of 8 pixels are too few tokens for models with stages.
         return vit("small", data, image_size=32, model_options={}, epochs=10)
     # Options of the other ViTs, such as the pooling, are not those of all models.
-    return vit(scale, data, model_options={})
+    return vit(scale, data, model_options={}, **BRIEF if scale == "small" else {})
 
 
 def report(records: StudyRecords) -> StudyReport:
