@@ -24,7 +24,7 @@ UNLABELLED: dict[str, Any] = {
     "layer_decay": None,
 }
 PRETRAINING: dict[str, dict[str, Any]] = {
-    "small": {"epochs": 25},
+    "small": {"epochs": 50},
     "paper": {
         "epochs": 800,
         "batch_size": 4096,
