@@ -69,13 +69,15 @@ def _rows(trained: TrainedRun, moment: Moment) -> Iterator[dict[str, Any]]:
     options: dict[str, Any] = {"density": True, "dense_limit": DENSE}
     for number in range(len(trained.images)):
         image, row = trained.images[number : number + 1], partial(_row, moment, image=number)
+        as_it_is = spectrum_of(model, image, **options)
         if recipe.graying is not None:
-            yield row(spectrum_of(model, image, **options), method=recipe.graying, eps=recipe.eps)
+            yield row(as_it_is, method=recipe.graying, eps=recipe.eps)
             continue
         for method in METHODS:
             for where in PLACES:
-                sweep = graying_sweep(model, image, EPS, gray_method=method, where=where, **options)
-                for eps, found in sweep.items():
+                sweep = graying_sweep(model, image, EPS[1:], gray_method=method, where=where, **options)
+                # With eps 1 nothing is grayed, by whichever method, wherever.
+                for eps, found in {EPS[0]: as_it_is, **sweep}.items():
                     yield row(found, method=method, eps=eps, where=where)
 
 
