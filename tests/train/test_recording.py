@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from wellposed.train.batches import Batch
 from wellposed.train.parallel import is_recorded_here
 from wellposed.train.recipe import Recipe
-from wellposed.train.recording import WARM_UP, RecordedPass
+from wellposed.train.recording import WARM_UP, CudaRecorder, RecordedPass
 
 
 class Fake:
@@ -95,6 +95,33 @@ def test_a_batch_of_another_size_is_refused() -> None:
     images = torch.zeros(1, 4)
     with pytest.raises(RuntimeError, match=r"recorded one, \(6, 4\), got \(1, 4\).*compile_blocks=false"):
         recorded((images,), Batch(images, torch.zeros(1, dtype=torch.long)))
+
+
+def test_no_more_than_two_replays_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Event:
+        after: str | None = None
+
+        def __init__(self, blocking: bool) -> None:
+            assert blocking
+
+        def record(self, stream: object) -> None:
+            self.after = done[-1]
+
+        def synchronize(self) -> None:
+            if self.after is not None:
+                done.append(f"{self.after} has ended")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    recorder = object.__new__(CudaRecorder)
+    recorder.device = torch.device("cuda")
+    names = iter("abcd")
+    replay = recorder._paced(lambda: done.append(next(names)))
+    for _ in range(4):
+        replay()
+    assert done == ["a", "b", "a has ended", "c", "b has ended", "d"]
 
 
 @pytest.mark.parametrize(

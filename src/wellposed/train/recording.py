@@ -6,6 +6,7 @@ replayed on new images with a single call.
 """
 
 import gc
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from wellposed.train.batches import Batch
 
 WARM_UP = 3
 """Updates before the recording, in which kernels are compiled and chosen; they train like all others."""
+
+AHEAD = 2
+"""Recordings that are launched before the device has ended them: enough that it never waits."""
 
 Outcome = tuple[Tensor, Tensor | None]
 """The loss of a pass, and how many images were classified right."""
@@ -110,4 +114,16 @@ class CudaRecorder:
         # Other threads of this process, a monitor's for one, may go on.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             function()
-        return graph.replay
+        return self._paced(graph.replay)
+
+    def _paced(self, replay: Callable[[], Any]) -> Callable[[], Any]:
+        """At most :data:`AHEAD` replays wait for the device; a full queue would keep a core busy."""
+        ends = deque(torch.cuda.Event(blocking=True) for _ in range(AHEAD))  # type: ignore[no-untyped-call]
+
+        def replay_in_time() -> None:
+            ends[0].synchronize()  # asleep; at once for an event that was never recorded
+            replay()
+            ends[0].record(torch.cuda.current_stream(self.device))
+            ends.rotate(-1)
+
+        return replay_in_time
