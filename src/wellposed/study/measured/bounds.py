@@ -21,14 +21,19 @@ from wellposed.study.measured.settings import plain_vit_with_checkpoints
 from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport, Verdict
 from wellposed.train.trained_run import Moment, TrainedRun, open_run
 
-MEASURES = {
-    "kappa 4.1 linear": "Prop. 4.1, linear attention, no skip",
-    "kappa 4.1 softmax": "Prop. 4.1, the model's attention, no skip",
-    "kappa 4.2 linear": "Prop. 4.2, linear attention with skip",
-    "kappa 4.2 softmax": "Prop. 4.2, the model's attention with skip",
-    "kappa ffn linear": "FFN, without its activation",
-    "kappa ffn": "FFN as the model has it",
+PICTURES: dict[str, dict[str, str]] = {
+    "Prop. 4.1, attention without skip": {
+        "kappa 4.1 linear": "linear attention",
+        "kappa 4.1 softmax": "the model's attention",
+    },
+    "Prop. 4.2, attention with skip": {
+        "kappa 4.2 linear": "linear attention",
+        "kappa 4.2 softmax": "the model's attention",
+    },
+    "FFN": {"kappa ffn linear": "without its activation", "kappa ffn": "as the model has it"},
 }
+"""Plots side by side, and their lines: what the bound is a theorem for, and what stands in its place."""
+MEASURES = tuple(measure for lines in PICTURES.values() for measure in lines)
 IMAGES = 4
 BLOCKS = 6
 """Of a deep model so many, evenly: two float64 SVDs a head and image take their time."""
@@ -38,8 +43,6 @@ _KEPT = ("weights", "epoch", "measure", "block", "head", "log", "log_bound", "ve
 
 WHOLE = "all as one"
 """All heads of a block as one: what the propositions are about."""
-
-_AT_ONCE = 3  # plots in a row
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -205,26 +208,31 @@ def _lower(
 
 
 def _draw(records: StudyRecords, path: Path) -> None:
+    """A row a model: each bound with what it bounds, and with what the model has in that place."""
     sets = [(data, label) for data in records.datasets for label in records.labels]
-    canvas = Canvas(_AT_ONCE, len(sets) * math.ceil(len(MEASURES) / _AT_ONCE), height=3.0)
-    for index, (data, label) in enumerate(sets):
-        rows = [row for run in records.of(label, data) for row in run.measured]
-        for place, (measure, words) in enumerate(MEASURES.items()):
-            plot = canvas.plots[index * len(MEASURES) + place]
-            here = [row for row in rows if row["measure"] == measure and row.get("head") is None]
-            own = _finite(here)
-            infinite = len([row for row in here if row.get("log") is not None]) - len(own)
-            if not here or not own:
-                why = "all bounds are infinite" if infinite else "the model has none"
-                plot.text(0.5, 0.5, why, ha="center", transform=plot.transAxes)
-                plot.set(xticks=[], yticks=[])
-            elif infinite:
-                words += f"\n(without {infinite} of {infinite + len(own)} whose bound is infinite)"
-            _band(plot, own, "log", "measured", "C0")
-            _band(plot, own, "log_bound", "bound", "C3")
-            plot.set_title(f"{data}, {label}: {words}", fontsize=8)
-            plot.set(xlabel="epoch", ylabel="ln kappa")
+    canvas = Canvas(len(PICTURES), len(sets), height=3.0)
+    plots = iter(canvas.plots)
+    for data, label in sets:
+        rows = [row for run in records.of(label, data) for row in run.measured if row.get("head") is None]
+        for title, measures in PICTURES.items():
+            _draw_bound(next(plots), rows, f"{data}, {label}: {title}", measures)
     canvas.save(path)
+
+
+def _draw_bound(plot: Any, rows: Rows, title: str, measures: Mapping[str, str]) -> None:
+    linear = [row for row in rows if row["measure"] == next(iter(measures)) and row.get("log") is not None]
+    infinite = len(linear) - len(_finite(linear))
+    if infinite == len(linear):
+        why = "all bounds are infinite" if infinite else "the model has none"
+        plot.text(0.5, 0.5, why, ha="center", transform=plot.transAxes)
+        plot.set(xticks=[], yticks=[])
+    elif infinite:
+        title += f"\n(without {infinite} of {len(linear)} whose bound is infinite)"
+    _band(plot, _finite(linear), "log_bound", "bound", "C3")
+    for color, (measure, words) in enumerate(measures.items()):
+        _band(plot, _finite(row for row in rows if row["measure"] == measure), "log", words, f"C{color}")
+    plot.set_title(title, fontsize=8)
+    plot.set(xlabel="epoch", ylabel="ln kappa")
 
 
 def _finite(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -198,22 +198,21 @@ def _is_known(groups: Iterable[Sequence[Mapping[str, Any]]], share: float) -> bo
 
 
 def _draw(records: StudyRecords, path: Path) -> None:
-    """A row a data set and place; the models that were trained with graying beside the first place."""
-    columns = len(METHODS) + 1
-    canvas = Canvas(columns, len(records.datasets) * len(PLACES))
+    """A row a data set: a plot a method, and one of the models that were trained with graying."""
+    canvas = Canvas(len(METHODS) + 1, len(records.datasets))
     plots = iter(canvas.plots)
     for data in records.datasets:
         groups = _grouped(records, PLAIN, data)
-        for number, (where, words) in enumerate(PLACES.items()):
-            for method in METHODS:
-                plot = next(plots)
-                for color, eps in enumerate(EPS):
-                    _curve(plot, groups.get((method, where, eps), {}), f"eps {eps:g}", f"C{color}")
-                plot.set_title(f"{data}, grayed after training by {method.upper()}:\n{words}", fontsize=9)
-            if number:
-                next(plots).set_axis_off()
-            else:
-                _draw_trained(next(plots), records, data)
+        for method in METHODS:
+            plot = next(plots)
+            for color, eps in enumerate(EPS):
+                for where, style in zip(PLACES, ("solid", "dotted"), strict=True):
+                    # The legend names the solid ones; with eps 1 both are the same.
+                    label = f"eps {eps:g}" if style == "solid" else f"_{where}, eps {eps:g}"
+                    _curve(plot, groups.get((method, where, eps), {}), label, f"C{color}", style)
+            title = f"{data}, grayed after training by {method.upper()}:\nblock's input, dotted: embedding"
+            plot.set_title(title, fontsize=9)
+        _draw_trained(next(plots), records, data)
     for plot in canvas.plots:
         plot.set(xlabel="share of the singular values", ylabel="singular value / largest")
         plot.set(yscale="log", ylim=(1e-8, 2.0), xlim=(0, 1))
@@ -228,7 +227,13 @@ def _draw_trained(plot: Any, records: StudyRecords, data: str) -> None:
     plot.set_title(f"{data}, trained with graying:\n{PLACES['embedding']}", fontsize=9)
 
 
-def _curve(plot: Any, of_seed: Mapping[int, Sequence[Mapping[str, Any]]], label: str, color: str) -> None:
+def _curve(
+    plot: Any,
+    of_seed: Mapping[int, Sequence[Mapping[str, Any]]],
+    label: str,
+    color: str,
+    style: str = "solid",
+) -> None:
     """The geometric mean over images and seeds."""
     spectra = [row["relative"] for rows in of_seed.values() for row in rows]
     if not spectra or any(line.get_label() == label for line in plot.get_lines()):
@@ -237,7 +242,8 @@ def _curve(plot: Any, of_seed: Mapping[int, Sequence[Mapping[str, Any]]], label:
     logs = [[math.log(max(values[i], 1e-12)) for values in spectra] for i in range(length)]
     points = min(row["points"] for rows in of_seed.values() for row in rows)
     shares = [i / (points - 1) for i in range(length)]
-    plot.plot(shares, [math.exp(statistics.fmean(each)) for each in logs], label=label, color=color)
+    means = [math.exp(statistics.fmean(each)) for each in logs]
+    plot.plot(shares, means, label=label, color=color, linestyle=style)
 
 
 def _round(value: float | None) -> float | None:
