@@ -10,7 +10,7 @@ from wellposed.study.trained.skip_depth import DEPTHS
 
 TABLES = {
     "convmixer": {"table", "grid"},
-    "eps-sweep": {"table", "grid"},
+    "eps-sweep": {"table", "grid", "progress"},
     "models": {"table", "grid", "gains"},
     "mae": {"table", "grid", "pretraining"},
     "context-broadcasting": {"table", "grid", "entropy"},
@@ -46,6 +46,15 @@ def test_eps_sweep_reads_kappa_in_and_out(tmp_path) -> None:
     assert grayed["ln_kappa_in"] == pytest.approx(3.219)
     assert (grayed["difference"], grayed["is_difference"]) == (1.0, True)
     assert outcome.report.verdict == "reproduced"
+
+
+def test_eps_sweep_tells_the_gain_at_every_test(tmp_path) -> None:
+    outcome, _ = study_runner.run(catalogue.get("eps-sweep"), tmp_path, seeds=[0, 1])
+    assert outcome.report is not None
+    rows = outcome.report.tables["progress"]
+    assert [row["epoch"] for row in rows if row["variant"] == "dct 0.8, pixels"] == [2]
+    assert {(row["gain"], row["deviation"], row["n"]) for row in rows} == {(1.0, 0.0, 2)}
+    assert "no graying" not in {row["variant"] for row in rows}
 
 
 @pytest.mark.parametrize("scale", ["small", "paper"])

@@ -70,6 +70,30 @@ def table(records: StudyRecords) -> list[dict[str, Any]]:
     return rows
 
 
+def progress(records: StudyRecords) -> list[dict[str, Any]]:
+    """What each graying gains at every test: one that only made the start faster would lose it again."""
+
+    def tests(label: str, data: str) -> dict[int, dict[int, float]]:
+        found: dict[int, dict[int, float]] = {}
+        for run in records.of(label, data):
+            for line in run.curve:
+                if isinstance(line.get("accuracy"), (int, float)):
+                    found.setdefault(line["epoch"], {})[run.seed] = 100.0 * line["accuracy"]
+        return found
+
+    rows = []
+    for data in records.datasets:
+        plain = tests(NONE, data)
+        for label in records.labels:
+            for epoch, by_seed in sorted(tests(label, data).items() if label != NONE else ()):
+                gain = compare.difference(by_seed, plain.get(epoch, {}))
+                if gain is not None:
+                    deviation = None if gain.deviation is None else round(gain.deviation, 3)
+                    where = {"data": data, "variant": label, "epoch": epoch}
+                    rows.append({**where, "gain": round(gain.mean, 3), "deviation": deviation, "n": gain.n})
+    return rows
+
+
 def claims(records: StudyRecords) -> list[compare.Claim]:
     """Graying helps in the middle, and lowers kappa the more the lower eps is."""
     found = []
@@ -93,7 +117,7 @@ def report(records: StudyRecords) -> StudyReport:
         "kappa in is of the tokens that the first block gets, kappa out of those that the last returns; "
         "the paper does not say where it looks."
     ]
-    tables = {"table": rows, "grid": compare.grid_table(records)}
+    tables = {"table": rows, "progress": progress(records), "grid": compare.grid_table(records)}
     return StudyReport(tables, partial(draw, records, rows), verdict, reason, notes)
 
 
