@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,15 @@ def test_so_many_run_beside_each_other(sweep, monkeypatch, jobs, sees) -> None:
     assert (sweep.out / "a" / "calls.txt").read_text() == f"{threads}\n"
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell's background jobs ignore SIGINT, and so would the sweep."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_passed_on_and_the_sweep_goes_on_later(sweep, number) -> None:
     hangs, before = sweep.out / "a" / "hangs", signal.getsignal(number)
