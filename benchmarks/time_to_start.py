@@ -7,7 +7,6 @@ cache of torch's compiler; "warm" finds what the run before it compiled.
 """
 
 import argparse
-import csv
 import itertools
 import os
 import statistics
@@ -15,42 +14,31 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-import torch
+from side_by_side import trained
+from timing import write
 
-from wellposed.train.report import read_run
+from wellposed.train.recipe import Recipe
+from wellposed.train.recipe_file import write_recipe
 
 FIRST = 10
 """Updates after which a run counts as started: by then all is compiled and recorded."""
+TITLES = ["compiled", "cache", "round", "seconds to update 10", "ms an update", "model", "batch_size"]
 
 
-def measure(options: argparse.Namespace, flags: list[str], cache: Path, folder: Path) -> tuple[float, float]:
-    """Seconds from the start of the process to its tenth update, and an update's seconds after that."""
-    command = [sys.executable, "-m", "wellposed", "train", "--data", options.data, "--out", str(folder)]
-    command += ["--model", options.model, "--image-size", "32", "--patch-size", "4", "--compile", *flags]
-    command += ["--model-option", "class_token=false", "--model-option", "global_pool=avg"]
-    command += [
-        "--batch-size",
-        str(options.batch_size),
-        "--epochs",
-        str(options.epochs),
-        "--precision",
-        "bf16",
-    ]
-    command += ["--log-every", str(FIRST), "--monitor-every", "0", "--eval-every", str(options.epochs)]
-    before = time.time()
+def measure(recipe: Recipe, cache: Path, folder: Path) -> tuple[float, float]:
+    """Seconds from the start of the process to its tenth update, and those of an update after that."""
+    write_recipe(recipe, folder.with_suffix(".toml"))
+    command = [sys.executable, "-m", "wellposed", "train", str(folder.with_suffix(".toml"))]
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
-    subprocess.run(command, check=True, capture_output=True, env=os.environ | caches)
-    times = [
-        datetime.fromisoformat(line["time"]).timestamp()
-        for line in read_run(folder)
-        if line["event"] == "train"
+    before = time.time()
+    subprocess.run([*command, "--out", str(folder)], check=True, capture_output=True, env=os.environ | caches)
+    log = trained(folder)
+    steps = [
+        (after - at) * recipe.batch_size / images for (at, _), (after, images) in itertools.pairwise(log)
     ]
-    steps = [(after - at) / FIRST for at, after in itertools.pairwise(times)]
-    return times[0] - before, statistics.median(steps)
+    return log[0][0] - before, statistics.median(steps)
 
 
 def main() -> None:
@@ -62,32 +50,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    rows: list[list[object]] = []
     with tempfile.TemporaryDirectory() as name:
-        for number in range(options.rounds):
-            for what, flags in (("whole", []), ("blocks", ["--compile-blocks"])):
-                for state in ("cold", "warm"):
-                    folder = Path(name) / f"{what}-{state}-{number}"
-                    ready, step = measure(options, flags, Path(name) / f"cache-{what}-{number}", folder)
-                    rows.append(
-                        {
-                            "compiled": what,
-                            "cache": state,
-                            "round": number,
-                            "seconds to update 10": round(ready, 1),
-                            "ms an update": round(1e3 * step, 2),
-                            "model": options.model,
-                            "batch_size": options.batch_size,
-                            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-                            "torch": torch.__version__,
-                        }
-                    )
-                    print(rows[-1], flush=True)
+        for number, what, state in itertools.product(
+            range(options.rounds), ("whole", "blocks"), ("cold", "warm")
+        ):
+            recipe = Recipe(
+                data=options.data,
+                model=options.model,
+                model_options={"class_token": False, "global_pool": "avg"},
+                image_size=32,
+                patch_size=4,
+                batch_size=options.batch_size,
+                epochs=options.epochs,
+                eval_every=options.epochs,
+                precision="bf16",
+                compile=True,
+                compile_blocks=what == "blocks",
+                monitor_every=0,
+                log_every=FIRST,
+                trackers=(),
+            )
+            cache, folder = Path(name) / f"cache-{what}-{number}", Path(name) / f"{what}-{state}-{number}"
+            ready, step = measure(recipe, cache, folder)
+            row = [what, state, number, round(ready, 1), round(1e3 * step, 2)]
+            rows.append([*row, options.model, options.batch_size])
+            print(dict(zip(TITLES, rows[-1], strict=True)), flush=True)
     if options.out is not None:
-        with options.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        write(options.out, "a run is ready when its tenth update is done", TITLES, rows)
 
 
 if __name__ == "__main__":

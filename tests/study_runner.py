@@ -31,7 +31,7 @@ points += 0.5 * recipe["uniform_heads"]
 test = {"update": 2, "epoch": 2, "loss": 0.5}
 if recipe["task"] != "mae":
     test["accuracy"] = points / 100
-lines = [{"event": "train", "update": 1, "loss": 1.0}, {"event": "test", **test, "epoch": 1},
+lines = [{"event": "train", "update": 1, "loss": 1.0}, {"event": "test", **test, "update": 1, "epoch": 1},
          {"event": "train", "update": 2, "loss": 0.5}, {"event": "test", **test}]
 (folder / "run.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 (folder / "recipe.toml").write_text(Path(sys.argv[1]).read_text())

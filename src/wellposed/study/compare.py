@@ -82,6 +82,11 @@ class Difference:
         bar = self.least if self.deviation is None else self.deviation
         return self.mean != 0 and abs(self.mean) >= bar
 
+    def as_gain(self) -> dict[str, Any]:
+        """Columns of a table."""
+        deviation = None if self.deviation is None else round(self.deviation, 3)
+        return {"gain": round(self.mean, 3), "deviation": deviation, "n": self.n}
+
     def __str__(self) -> str:
         deviation = "" if self.deviation is None else f" ± {_number(self.deviation)}"
         sign = "+" if self.mean > 0 else ""

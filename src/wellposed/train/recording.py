@@ -1,8 +1,8 @@
 """Forward pass, loss and backward pass of an update as one CUDA graph.
 
 A small model is bound by how fast Python launches its kernels. ``torch.compile`` can record what it compiles
-whole; where blocks are compiled one by one, or nothing is, the pass is recorded here: launched once, and then
-replayed on new images with a single call.
+whole; where blocks are compiled one by one, the pass is recorded here: launched once, and then replayed on
+new images with a single call.
 """
 
 import gc
@@ -111,7 +111,7 @@ class CudaRecorder:
         """Launch a function into a graph, without running it; returns what runs it."""
         graph = torch.cuda.CUDAGraph()
         gc.collect()  # memory that is freed during a recording is not given back
-        # Other threads of this process, a monitor's for one, may go on.
+        # Other threads of this process, such as one that pins memory for batches, may go on.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             function()
         return self._paced(graph.replay)

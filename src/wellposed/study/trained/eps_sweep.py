@@ -88,9 +88,7 @@ def progress(records: StudyRecords) -> list[dict[str, Any]]:
             for epoch, by_seed in sorted(tests(label, data).items() if label != NONE else ()):
                 gain = compare.difference(by_seed, plain.get(epoch, {}))
                 if gain is not None:
-                    deviation = None if gain.deviation is None else round(gain.deviation, 3)
-                    where = {"data": data, "variant": label, "epoch": epoch}
-                    rows.append({**where, "gain": round(gain.mean, 3), "deviation": deviation, "n": gain.n})
+                    rows.append({"data": data, "variant": label, "epoch": epoch, **gain.as_gain()})
     return rows
 
 

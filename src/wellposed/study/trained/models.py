@@ -77,9 +77,8 @@ def report(records: StudyRecords) -> StudyReport:
             pair = [compare.accuracies(records.of(label, data)) for label in (grayed(name), name)]
             gain = compare.difference(pair[0], pair[1])
             if gain is not None:
-                deviation = None if gain.deviation is None else round(gain.deviation, 3)
-                row = {"data": data, "model": name, "gain": round(gain.mean, 3), "deviation": deviation}
-                gains.append({**row, "n": gain.n, "is_difference": gain.is_one})
+                row = {"data": data, "model": name, **gain.as_gain()}
+                gains.append({**row, "is_difference": gain.is_one})
     return accuracy_report(records, claims, paper=paper, tables={"gains": gains})
 
 
