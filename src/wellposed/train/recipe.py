@@ -133,6 +133,8 @@ class Recipe:
     mixup: float | None = _field(None, "Augmentation",
         "alpha of mixup, 0 for none [default: 0.2 to classify, else 0]")
     cutmix: float = _field(0.0, "Augmentation", "alpha of CutMix, 0 for none")
+    mix_probability: float = _field(1.0, "Augmentation",
+        "share of the updates whose images are mixed, with mixup or cutmix")
 
     mask_ratio: float = _field(0.75, "MAE", "share of the patches that are hidden")
     decoder_width: int | None = _field(None, "MAE",

@@ -18,7 +18,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "seed", "workers", "monitor_every", "warmup_epochs", "min_lr", "weight_decay", "crop_padding",
         "mixup", "cutmix", "uniform_heads")),
     ("in [0, 1]", lambda value: 0 <= value <= 1, (
-        "flip", "erase", "smoothing", "drop_path", "color_jitter", "ema")),
+        "flip", "erase", "smoothing", "drop_path", "color_jitter", "ema", "mix_probability")),
     ("in (0, 1]", lambda value: 0 < value <= 1, (
         "eps", "eps_end", "eps_per_block", "gray_floor", "crop_scale", "layer_decay")),
     ("in (0, 1)", lambda value: 0 < value < 1, ("holdout", "mask_ratio")),
@@ -62,6 +62,8 @@ def check_together(recipe: "Recipe") -> None:
         )
     if recipe.task == "mae" and (recipe.mixup or recipe.cutmix):
         raise ValueError("task=mae has no labels to mix; leave mixup and cutmix out.")
+    if recipe.mix_probability != 1 and recipe.mixup == 0 and recipe.cutmix == 0:
+        raise ValueError("mix_probability does nothing alone; add mixup or cutmix, or leave it out.")
     if recipe.warmup_epochs is not None and recipe.warmup_epochs >= recipe.epochs:
         raise ValueError(
             f"warmup_epochs must be less than epochs, got {recipe.warmup_epochs:g} and {recipe.epochs}; "

@@ -29,6 +29,22 @@ def test_it_is_timms_mixup_with_the_seed_of_the_update(mixup: float, cutmix: flo
     assert len(seen) > 3
 
 
+def test_some_updates_stay_unmixed() -> None:
+    mixing = Mixing(0.8, 1.0, 0.1, classes=5, seed=4, probability=0.5)
+    images, labels = _pass()
+    smooth = Mixing(0, 0, 0.1, classes=5, seed=4)(0, images, labels)[1]
+    always = Mixing(0.8, 1.0, 0.1, classes=5, seed=4)
+    unmixed = 0
+    for update in range(40):
+        got_images, got_labels = mixing(update, *_pass())
+        if torch.equal(got_images, images):
+            unmixed += 1
+            torch.testing.assert_close(got_labels, smooth)
+        else:
+            assert torch.equal(got_images, always(update, *_pass())[0])
+    assert 10 < unmixed < 30
+
+
 def test_smoothing_alone_makes_soft_labels() -> None:
     images, labels = _pass()
     same, soft = Mixing(0, 0, 0.2, classes=5, seed=0)(0, images.clone(), labels)

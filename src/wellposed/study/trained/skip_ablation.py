@@ -39,6 +39,9 @@ LONG: dict[str, Any] = {
 }
 """For the paper's own data set: the better the model with all skips, the more there is to lose. After 55 of
 100 epochs it had 79% so, and 73% with images mixed as well."""
+LONGER: dict[str, Any] = LONG | {"epochs": 300, "mixup": 0.8, "cutmix": 1.0, "mix_probability": 0.5}
+"""In 100 epochs the loss of the test images stops to fall before that of the training images: three times as
+many need images that are mixed, in half of the updates so as not to lose what they teach unmixed."""
 LEAST_LOG = 0.5
 """What ln kappa must differ by with one seed: blocks of one model differ by as much."""
 
@@ -51,7 +54,7 @@ def cells(scale: Scale) -> list[Cell]:
 def base(scale: Scale, data: str) -> Recipe:
     if scale == "paper":
         # The paper trains this one on CIFAR-10 itself.
-        return vit("small", data, **LONG | {"epochs": 300})
+        return vit("small", data, **LONGER)
     if data_name(data) == "cifar10":
         return vit(scale, data, **LONG)
     return vit(scale, data)
@@ -71,6 +74,7 @@ def trial(scale: Scale, data: str) -> dict[str, Any]:
             "auto_augment": None,
             "mixup": 0.2,
             "cutmix": 1.0,
+            "mix_probability": 1.0,
         }
     )
 

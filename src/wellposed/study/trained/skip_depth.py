@@ -10,7 +10,7 @@ from typing import Any
 from wellposed.study import compare, figures
 from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport, data_name, grid
 from wellposed.study.trained.bases import vit
-from wellposed.study.trained.skip_ablation import ALL, LONG, NO_ATTENTION, NO_FFN, VARIANTS
+from wellposed.study.trained.skip_ablation import ALL, LONGER, NO_ATTENTION, NO_FFN, VARIANTS
 from wellposed.train.recipe import Recipe
 
 DEPTHS = (3, 6, 12, 24)
@@ -43,7 +43,7 @@ def cells(scale: Scale) -> list[Cell]:
 
 def base(scale: Scale, data: str) -> Recipe:
     if scale == "paper":
-        return vit("small", data, **LONG | {"epochs": 300})
+        return vit("small", data, **LONGER)
     # Between the paper scale's two rates.
     return vit(scale, data, lr=LR, **{} if data_name(data) == "digits" else BRIEF)
 

@@ -66,7 +66,12 @@ def make_batches(
             rollbacks=rollbacks,
         )
         mixing = Mixing(
-            recipe.mixup or 0.0, recipe.cutmix, recipe.smoothing, classes=len(data.classes), seed=recipe.seed
+            recipe.mixup or 0.0,
+            recipe.cutmix,
+            recipe.smoothing,
+            classes=len(data.classes),
+            seed=recipe.seed,
+            probability=recipe.mix_probability,
         )
         compiles = compile and device.type == "cuda"
         return Preparation(

@@ -19,13 +19,26 @@ class Mixing:
         smoothing: of the labels.
         classes: how many there are.
         seed: of the draws.
+        probability: that an update is mixed.
     """
 
-    def __init__(self, mixup: float, cutmix: float, smoothing: float, classes: int, seed: int) -> None:
+    def __init__(
+        self,
+        mixup: float,
+        cutmix: float,
+        smoothing: float,
+        classes: int,
+        seed: int,
+        probability: float = 1.0,
+    ) -> None:
         self.smoothing, self.classes, self.seed = smoothing, classes, seed
         self.mixes = mixup > 0 or cutmix > 0
         self._mixup = Mixup(
-            mixup_alpha=mixup, cutmix_alpha=cutmix, label_smoothing=smoothing, num_classes=classes
+            mixup_alpha=mixup,
+            cutmix_alpha=cutmix,
+            prob=probability,
+            label_smoothing=smoothing,
+            num_classes=classes,
         )
 
     def __call__(self, update: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
