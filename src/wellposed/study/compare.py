@@ -94,9 +94,9 @@ class Difference:
 
 
 def difference(
-    first: Mapping[int, float], second: Mapping[int, float], least: float = LEAST
+    first: Mapping[Any, float], second: Mapping[Any, float], least: float = LEAST
 ) -> Difference | None:
-    """Of values by seed; None where there is nothing to compare."""
+    """Of values by seed, or by data and seed; None where there is nothing to compare."""
     shared = sorted(first.keys() & second.keys())
     if shared:
         found = spread(first[seed] - second[seed] for seed in shared)

@@ -1,11 +1,15 @@
 """The main table of "Always Skip Attention": DCT graying on five families of models."""
 
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from wellposed.study import compare
+from wellposed.study import compare, figures
 from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport, data_name
 from wellposed.study.trained.bases import POOLED, TINY, vit
-from wellposed.study.trained.reports import accuracy_report
+from wellposed.study.trained.reports import accuracy_report, draw_means
 from wellposed.train.recipe import Recipe
 
 DCT = {"graying": "dct", "eps": 0.95}
@@ -36,6 +40,7 @@ PAPER = {
     "CaiT-S": (82.6, 82.7),
     "PVTv2-b3": (82.9, 83.0),
 }
+TOGETHER = "all sets"
 
 
 def grayed(name: str) -> str:
@@ -71,15 +76,52 @@ def report(records: StudyRecords) -> StudyReport:
             for name, both in PAPER.items()
             for label, value in zip((name, grayed(name)), both, strict=True)
         }
-    gains = []
-    for data in records.datasets:
-        for name in names:
-            pair = [compare.accuracies(records.of(label, data)) for label in (grayed(name), name)]
-            gain = compare.difference(pair[0], pair[1])
-            if gain is not None:
-                row = {"data": data, "model": name, **gain.as_gain()}
-                gains.append({**row, "is_difference": gain.is_one})
-    return accuracy_report(records, claims, paper=paper, tables={"gains": gains})
+    gains = {data: gains_on(records, names, [data]) for data in records.datasets}
+    if len(gains) > 1:
+        gains[TOGETHER] = gains_on(records, names, records.datasets)
+    rows = [
+        {"data": data, "model": name, **gain.as_gain(), "is_difference": gain.is_one}
+        for data, found in gains.items()
+        for name, gain in found.items()
+    ]
+    made = accuracy_report(records, claims, paper=paper, tables={"gains": rows})
+    return dataclasses.replace(made, draw=partial(draw, records, paper or {}, gains))
+
+
+def gains_on(
+    records: StudyRecords, names: Sequence[str], datasets: Sequence[str]
+) -> dict[str, compare.Difference]:
+    """What graying adds to each model, over the seeds of these sets."""
+
+    def by_run(label: str) -> dict[tuple[str, int], float]:
+        return {
+            (data, seed): value
+            for data in datasets
+            for seed, value in compare.accuracies(records.of(label, data)).items()
+        }
+
+    found = {name: compare.difference(by_run(grayed(name)), by_run(name)) for name in names}
+    return {name: gain for name, gain in found.items() if gain is not None}
+
+
+def draw(
+    records: StudyRecords,
+    paper: Mapping[str, float],
+    gains: Mapping[str, Mapping[str, compare.Difference]],
+    path: Path,
+) -> None:
+    """A row a data set: accuracies, and beside them what graying adds."""
+    canvas = figures.Canvas(2, max(1, len(records.datasets)))
+    for row, data in enumerate(records.datasets):
+        mean, gain = canvas.plots[2 * row : 2 * row + 2]
+        draw_means(mean, records, data, paper)
+        added = {
+            name: compare.Spread(found.mean, found.deviation, found.n) for name, found in gains[data].items()
+        }
+        figures.means(gain, added)
+        gain.axhline(0.0, color="black", linewidth=1)
+        gain.set(title=f"{data}: with DCT graying", ylabel="points")
+    canvas.save(path)
 
 
 STUDY = Study(
