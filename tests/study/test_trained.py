@@ -63,7 +63,9 @@ def test_models_tell_the_gains_of_each_set_and_of_all_together(tmp_path) -> None
     )
     assert outcome.report is not None
     rows = outcome.report.tables["gains"]
-    of_swin = {row["data"]: (row["gain"], row["deviation"], row["n"]) for row in rows if "Swin" in row["model"]}
+    of_swin = {
+        row["data"]: (row["gain"], row["deviation"], row["n"]) for row in rows if "Swin" in row["model"]
+    }
     assert of_swin == {"digits": (1.0, 0.0, 2), "cifar10": (1.0, 0.0, 2), "all sets": (1.0, 0.0, 4)}
 
 

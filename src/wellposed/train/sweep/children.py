@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from wellposed.train.sweep.plan import LOG, Run, work, write_recipes
+from wellposed.train.sweep.priority import with_priority
 from wellposed.train.sweep.progress import Progress, is_finished, read_result
 
 State = Literal["waiting", "running", "finished", "interrupted", "nonfinite", "failed"]
@@ -180,7 +181,9 @@ def train_all(
         while running or (waiting and signals.received is None):
             while waiting and len(running) < jobs and signals.received is None:
                 child = waiting.pop(0)
-                child.start(command, environment, inherited)
+                works = [work(each.run.recipe) for each in children]
+                own = with_priority(environment, work(child.run.recipe), works)
+                child.start(command, own, inherited)
                 if child.state == "running":
                     running.append(child)
                 else:
