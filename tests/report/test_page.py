@@ -124,6 +124,15 @@ def test_verdict_names_the_worst_place_and_the_change(paths: list[Path]) -> None
     assert "less than its deviation of 0.71" in page
 
 
+def test_runs_of_the_same_seeds_are_compared_seed_by_seed(tmp_path: Path) -> None:
+    """Seeds differ by a point, and graying takes as much from each."""
+    for seed in (0, 1):
+        make.write_run(tmp_path / f"plain{seed}", seed=seed)
+        make.write_run(tmp_path / f"grayed{seed}", seed=seed, per_epoch=8, recipe='graying = "dct"\n')
+    page = _text(report_page(read_material([tmp_path])))
+    assert "(-0.83 points, n = 2 and 2), more than its deviation of 0.00, seed by seed" in page
+
+
 def test_hostile_names_are_text(tmp_path: Path) -> None:
     name = make.HOSTILE
     about = {"model": name, "images": 4, "edits": [f"gray_tokens {name}"], "notes": [name], "weights": name}

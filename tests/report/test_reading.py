@@ -58,7 +58,11 @@ def test_a_study(tmp_path: Path) -> None:
     mean = sum(run.accuracy or 0.0 for run in best) / len(best)
     assert data["runs"][0]["accuracy"] == pytest.approx(mean)
     assert {row["kappa"] for row in data["conditioning"]} == {20.0, 30.0, 40.0, 50.0, 400.0}
-    assert "Study skip-ablation" in material.conclusions[0]
+    (conclusion,) = material.conclusions
+    assert "Study skip-ablation" in conclusion.sentence
+    assert conclusion.sentence.endswith("claims hold:")
+    assert any(claim.startswith("no FFN skip minus all skips") for claim in conclusion.claims)
+    assert f"<li>{conclusion.claims[0]}</li>" in report_page(material)
 
 
 def test_jacobian_rows_of_a_study(tmp_path: Path) -> None:

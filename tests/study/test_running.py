@@ -50,7 +50,7 @@ def test_a_whole_study(tmp_path) -> None:
     (surroundings,) = summary["environments"]
     assert "torch" in surroundings["packages"]
     assert (out / "figure.png").stat().st_size > 10_000
-    assert "verdict: reproduced" in text
+    assert "verdict: reproduced (all 4 claims hold)\n- no FFN skip minus all skips: -2.00" in text
 
 
 def test_again_it_trains_and_measures_nothing(tmp_path) -> None:

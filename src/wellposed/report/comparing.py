@@ -1,36 +1,15 @@
 """Runs side by side: one row a variant, with n and the deviation over its seeds."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wellposed.records import Record
 from wellposed.report.charts import Budget, Chart, Section, columns, finite
 from wellposed.report.subjects import Material, Subject
+from wellposed.study.compare import spread
 
 TITLE = "Side by side"
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean and sample deviation of n values; no deviation of one."""
-
-    mean: float
-    deviation: float | None
-    n: int
-
-
-def spread(values: Iterable[float | None]) -> Spread | None:
-    """Of the values that are there; None of none.
-
-    >>> spread([1.0, 3.0, None])
-    Spread(mean=2.0, deviation=1.4142135623730951, n=2)
-    """
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
 
 
 def accuracy(subject: Subject) -> float | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.report.charts import Chart, Missing, Section
-from wellposed.report.verdict import Code, Edits, Name, Sentence
+from wellposed.report.verdict import Code, Edits, Listed, Name, Sentence
 
 LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-interpreter.js")
 LICENCES = ("LICENSE-vega.txt", "LICENSE-vega-lite.txt", "LICENSE-vega-interpreter.txt")
@@ -169,7 +169,9 @@ def _verdict(parts: Mapping[str, Sequence[Sentence]]) -> str:
     return f"<section id='verdict' aria-labelledby='verdict-title'>{heading}{told}</section>"
 
 
-def _part(part: str) -> str:
+def _part(part: str | Listed) -> str:
+    if isinstance(part, Listed):
+        return f"<ul>{''.join(f'<li>{html.escape(each)}</li>' for each in part)}</ul>" if part else ""
     text = html.escape(part)
     if isinstance(part, Name):
         return f"<bdi class='name'>{text}</bdi>"

@@ -13,7 +13,14 @@ from wellposed.records import Record, read_json
 from wellposed.report.charts import finite
 from wellposed.report.environment_words import environment_text
 from wellposed.report.studies import is_study, read_study
-from wellposed.report.subjects import JacobianCurve, Material, Subject, edits_of, with_unique_names
+from wellposed.report.subjects import (
+    Conclusion,
+    JacobianCurve,
+    Material,
+    Subject,
+    edits_of,
+    with_unique_names,
+)
 from wellposed.train.environment import without_secrets
 from wellposed.train.report.run_log import NAME as RUN
 from wellposed.train.report.run_log import read_run
@@ -34,20 +41,21 @@ def read_material(paths: Sequence[str | Path]) -> Material:
     if not paths:
         raise ValueError("expected runs or diagnoses to report, got none; name their folders.")
     subjects: list[Subject] = []
-    conclusions: list[str] = []
+    conclusions: list[Conclusion] = []
     for path in map(Path, paths):
         found, said = _read(path)
         subjects += found
         conclusions += said
     if not subjects:
+        said_there = " ".join(each.sentence for each in conclusions)
         raise ValueError(
             f"expected records of runs in {', '.join(map(str, paths))}, got none that this version can read "
-            f"({' '.join(conclusions)}); the command that made them makes them again."
+            f"({said_there}); the command that made them makes them again."
         )
     return Material(tuple(with_unique_names(_grouped(subjects))), tuple(conclusions))
 
 
-def _read(path: Path) -> tuple[list[Subject], list[str]]:
+def _read(path: Path) -> tuple[list[Subject], list[Conclusion]]:
     if not path.exists():
         raise FileNotFoundError(f"expected a run or a diagnosis, there is no {path}.")
     if path.is_file():

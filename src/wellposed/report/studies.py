@@ -7,7 +7,8 @@ from typing import Any
 
 from wellposed.records import Record, from_dict
 from wellposed.report.environment_words import environment_text
-from wellposed.report.subjects import JacobianCurve, Subject, edits_of
+from wellposed.report.subjects import Conclusion, JacobianCurve, Subject, edits_of
+from wellposed.study.compare import one_by_one
 from wellposed.study.files import SUMMARY, read_summary
 from wellposed.study.ledger import RECORDS
 from wellposed.study.ledger import read as read_records
@@ -22,7 +23,7 @@ def is_study(folder: Path) -> bool:
     return (folder / RECORDS).is_file() and (folder / SUMMARY).is_file()
 
 
-def read_study(folder: Path) -> tuple[list[Subject], list[str]]:
+def read_study(folder: Path) -> tuple[list[Subject], list[Conclusion]]:
     """A subject for each run that stands for its variant, and what the study concluded."""
     summary = read_summary(folder)
     runs, alone, strange = read_records(folder)
@@ -33,10 +34,13 @@ def read_study(folder: Path) -> tuple[list[Subject], list[str]]:
     if alone:
         subjects.append(_without_run(alone, summary, study))
     said = f"Study {study} ({summary.get('paper', '')}): {summary.get('claim', '')} "
-    said += f"Verdict: {summary.get('verdict', 'none')}. {summary.get('reason', '')}"
+    together, claims = one_by_one(str(summary.get("reason", "")))
+    said += f"Verdict: {summary.get('verdict', 'none')}. {together}"
     if strange:
         said += f" {len(strange)} records of another version of wellposed are left out."
-    return subjects, [said.strip()]
+    if claims:
+        said += ":"
+    return subjects, [Conclusion(said.strip(), tuple(claims))]
 
 
 def _subject(run: RunRecord, summary: Mapping[str, Any], study: str, several: bool) -> Subject:

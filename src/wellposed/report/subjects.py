@@ -73,11 +73,19 @@ class Subject:
 
 
 @dataclass(frozen=True)
+class Conclusion:
+    """What a study came to, and what became of each of its claims where it has several."""
+
+    sentence: str
+    claims: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Material:
-    """Everything that a report is made from: the subjects, and what studies concluded, in sentences."""
+    """Everything that a report is made from: the subjects, and what studies concluded."""
 
     subjects: tuple[Subject, ...]
-    conclusions: tuple[str, ...] = ()
+    conclusions: tuple[Conclusion, ...] = ()
 
     def groups(self) -> dict[str, list[Subject]]:
         found: dict[str, list[Subject]] = {}

@@ -8,8 +8,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from wellposed.records import short
-from wellposed.report.comparing import accuracy, log_worst, mean_entropy, mean_log, spread, worst
+from wellposed.report.comparing import accuracy, log_worst, mean_entropy, mean_log, worst
 from wellposed.report.subjects import Material, Subject
+from wellposed.study.compare import difference, spread
 
 LARGE_KAPPA = 1e3
 DENSE = 0.95
@@ -38,7 +39,13 @@ class Code(str):
     __slots__ = ()
 
 
-Sentence = tuple[str | Name | Edits | Code, ...]
+class Listed(tuple[str, ...]):
+    """Points under a sentence."""
+
+    __slots__ = ()
+
+
+Sentence = tuple[str | Name | Edits | Code | Listed, ...]
 
 
 def verdict(material: Material) -> dict[str, list[Sentence]]:
@@ -47,7 +54,7 @@ def verdict(material: Material) -> dict[str, list[Sentence]]:
     parts: dict[str, list[Sentence]] = {
         "What is worst": list(_worst(groups)),
         "What the edits changed": list(_changes(groups)),
-        "What the studies say": [(text,) for text in material.conclusions],
+        "What the studies say": [(each.sentence, Listed(each.claims)) for each in material.conclusions],
         "What to try next": list(_next(material, groups)),
     }
     return {title: sentences for title, sentences in parts.items() if sentences}
@@ -124,8 +131,23 @@ def _accuracy(edited: Sequence[Subject], plain: Sequence[Subject]) -> str:
     known = [each.deviation for each in (a, b) if each.deviation is not None]
     if not known:
         return f"{said}, one run a side, so no deviation to hold it against"
-    deviation = math.hypot(*known)
-    return f"{said}, {'more' if abs(change) > deviation else 'less'} than its deviation of {deviation:.2f}"
+    deviation, how = math.hypot(*known), ""
+    first, second = (_by_seed(subjects) for subjects in (edited, plain))
+    if first.keys() == second.keys() and len(first) == a.n == b.n:
+        # As the studies do: what a seed does to both sides is no doubt about their difference.
+        paired = difference(first, second)
+        if paired is not None and paired.deviation is not None:
+            deviation, how = paired.deviation, ", seed by seed"
+    more = "more" if abs(change) > deviation else "less"
+    return f"{said}, {more} than its deviation of {deviation:.2f}{how}"
+
+
+def _by_seed(subjects: Sequence[Subject]) -> dict[int, float]:
+    return {
+        subject.seed: value
+        for subject in subjects
+        if subject.seed is not None and (value := accuracy(subject)) is not None
+    }
 
 
 def _kappa(edited: Sequence[Subject], plain: Sequence[Subject]) -> str:

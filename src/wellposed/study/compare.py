@@ -11,6 +11,7 @@ False
 """
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from wellposed.study.plan import RunRecord, StudyRecords, Verdict
 
 LEAST = 2.0
 """Points of accuracy that one run a side must differ by: with one seed there is no deviation to compare."""
+
+_BETWEEN = "; "
+_COUNTED = re.compile(r"(.*?\bclaims holds?(?:, \d+ of them only by (?:its|their) direction)?): ")
 
 Says = Literal["higher", "lower", "same"]
 Outcome = Literal[
@@ -205,7 +209,21 @@ def verdict(claims: Sequence[Claim]) -> tuple[Verdict, str]:
         counts = {0: f"none of {len(claims)} claims holds", len(claims): f"all {len(claims)} claims hold"}
         counted = counts.get(held, f"{held} of {len(claims)} claims {'holds' if held == 1 else 'hold'}")
         counted += f", {off} of them only by {'its' if off == 1 else 'their'} direction: " if off else ": "
-    return decided, counted + "; ".join(map(str, claims))
+    return decided, counted + _BETWEEN.join(map(str, claims))
+
+
+def one_by_one(reason: str) -> tuple[str, list[str]]:
+    """What a reason says of its claims together, and each of them; none where it has no list of them.
+
+    >>> one_by_one("1 of 2 claims holds: a minus b: +6.00 (n = 1): holds; c minus b: not measured")
+    ('1 of 2 claims holds', ['a minus b: +6.00 (n = 1): holds', 'c minus b: not measured'])
+    >>> one_by_one("a minus b: +3.00 (n = 1): holds")
+    ('a minus b: +3.00 (n = 1): holds', [])
+    """
+    counted = _COUNTED.match(reason)
+    if counted is None:
+        return reason, []
+    return counted[1], reason[counted.end() :].split(_BETWEEN)
 
 
 def accuracies(runs: Iterable[RunRecord]) -> dict[int, float]:

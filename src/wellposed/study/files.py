@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wellposed.study.compare import accuracies, spread
+from wellposed.study.compare import accuracies, one_by_one, spread
 from wellposed.study.plan import Scale, StudyRecords, StudyReport, data_name
 from wellposed.text import aligned
 from wellposed.train.environment import environment
@@ -124,7 +124,9 @@ def write_report(
         if rows and name == "table":
             said.append(text_table(rows))
     said += [f"note: {note}" for note in notes]
-    said.append(f"{details['paper']}: {details['claim']}\nverdict: {report.verdict} ({report.reason})")
+    together, each = one_by_one(report.reason)
+    said.append(f"{details['paper']}: {details['claim']}\nverdict: {report.verdict} ({together})")
+    said += [f"- {claim}" for claim in each]
     written = [path.name for path in sorted(folder.iterdir()) if path.is_file() and path.name[0] != "."]
     said.append(f"written to {folder}: {', '.join(written)}")
     return said
