@@ -242,8 +242,7 @@ def accuracy_claim(
 ) -> Claim:
     """How one variant's accuracy stands to another's."""
     found = difference(accuracies(records.of(first, data)), accuracies(records.of(second, data)))
-    prefix = f"{data}: " if len(records.datasets) > 1 else ""
-    return Claim(f"{prefix}{first} minus {second}", says, found, within, paper)
+    return Claim(records.on(data, f"{first} minus {second}"), says, found, within, paper)
 
 
 def accuracy_table(

@@ -140,6 +140,10 @@ class StudyRecords:
             if run.label == label and run.best and run.reported and not run.trial and data in (None, run.data)
         ]
 
+    def on(self, data: str, what: str) -> str:
+        """Words on a data set, with its name where there are several."""
+        return f"{data}: {what}" if len(self.datasets) > 1 else what
+
 
 @dataclass(frozen=True)
 class StudyReport:

@@ -62,11 +62,10 @@ def report(records: StudyRecords) -> StudyReport:
 
 def _claims(records: StudyRecords, data: str) -> Iterator[Claim]:
     runs = records.of(LABEL, data)
-    prefix = f"{data}: " if len(records.datasets) > 1 else ""
     entropies = {run.seed: _mean(_entropies(run, "last").values()) for run in runs}
     known = {seed: value for seed, value in entropies.items() if value is not None}
     yield Claim(
-        f"{prefix}mean entropy over log n, minus {DENSE:g}",
+        records.on(data, f"mean entropy over log n, minus {DENSE:g}"),
         "higher",
         difference(known, dict.fromkeys(known, DENSE), least=_LEAST),
     )
@@ -78,7 +77,7 @@ def _claims(records: StudyRecords, data: str) -> Iterator[Claim]:
             if row["norm"] == norm and row["value"] is not None
         }
         yield Claim(
-            f"{prefix}rank correlation of entropy and the softmax Jacobian's {words}",
+            records.on(data, f"rank correlation of entropy and the softmax Jacobian's {words}"),
             "higher",
             difference(together, dict.fromkeys(together, 0.0), least=_LEAST),
         )

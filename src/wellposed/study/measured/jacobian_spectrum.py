@@ -162,9 +162,9 @@ def _flatter(records: StudyRecords, data: str, method: str, where: str) -> Claim
         {seed: value for seed, rows in side.items() if (value := _log_at(rows, share)) is not None}
         for side in (flattest, plain)
     ]
-    prefix = f"{data}, " if len(records.datasets) > 1 else ""
     found = difference(sides[0], sides[1], least=_LEAST)
-    return Claim(f"{prefix}{method}, {where}, at {share:.0%} of the spectrum", "higher", found)
+    what = records.on(data, f"{method}, {where}, at {share:.0%} of the spectrum")
+    return Claim(what, "higher", found)
 
 
 Group = tuple[str, str, float]

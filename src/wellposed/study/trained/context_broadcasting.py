@@ -85,7 +85,7 @@ def claims(records: StudyRecords) -> list[compare.Claim]:
             apart = compare.difference(
                 mean_entropy(records, cb, data), mean_entropy(records, none, data), least=0.01
             )
-            found.append(compare.Claim(f"entropy, {cb} less {none}", "lower", apart))
+            found.append(compare.Claim(records.on(data, f"entropy, {cb} less {none}"), "lower", apart))
     return found
 
 

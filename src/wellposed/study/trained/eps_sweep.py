@@ -104,7 +104,8 @@ def claims(records: StudyRecords) -> list[compare.Claim]:
                 for label in (graying, NONE)
             ]
             apart = compare.difference(into[0], into[1], least=0.1)
-            found.append(compare.Claim(f"ln kappa in, {graying} less {NONE}", "lower", apart))
+            what = records.on(data, f"ln kappa in, {graying} less {NONE}")
+            found.append(compare.Claim(what, "lower", apart))
     return found
 
 

@@ -109,7 +109,8 @@ def claims(records: StudyRecords) -> list[compare.Claim]:
             for position in ("attention.branch", "ffn.branch")
         )
         apart = compare.difference(attention, ffn, least=LEAST_LOG)
-        found.append(compare.Claim("ln kappa of attention less that of the FFN", "higher", apart))
+        what = records.on(data, "ln kappa of attention less that of the FFN")
+        found.append(compare.Claim(what, "higher", apart))
     return found
 
 
