@@ -11,6 +11,7 @@ import pytest
 import study_runner
 from study_runner import calls, runs_of
 from wellposed.study import catalogue, ledger, measuring, running
+from wellposed.study.files import read_summary
 from wellposed.study.plan import Cell, StudyRecords, grid
 from wellposed.study.pool import run_name
 from wellposed.study.trained import both, context_broadcasting, skip_ablation
@@ -156,6 +157,16 @@ def test_a_run_whose_record_stands_is_not_trained_again(tmp_path) -> None:
     # The second seed of the first set, and all of the second set.
     assert len(calls(out / "runs")) == 3 + 18
     assert {run.data for run in runs_of(out)} == {"digits", "cifar10"}
+
+
+def test_the_command_tells_the_seeds_of_each_set(tmp_path) -> None:
+    study_runner.run(PLAIN, tmp_path, seeds=[0, 1])
+    outcome, _ = study_runner.run(PLAIN, tmp_path, seeds=[0], data=["cifar10:DIR", "cifar100:DIR"])
+    name = PLAIN.name
+    assert read_summary(outcome.folder)["command"] == (
+        f"wellposed study {name} --data digits --scale small --seeds 0,1 && "
+        f"wellposed study {name} --data cifar10:DIR --data cifar100:DIR --scale small --seeds 0"
+    )
 
 
 def test_the_first_set_chooses_for_all(tmp_path) -> None:

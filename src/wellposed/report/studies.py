@@ -37,7 +37,7 @@ def read_study(folder: Path) -> tuple[list[Subject], list[Conclusion]]:
     together, claims = one_by_one(str(summary.get("reason", "")))
     said += f"Verdict: {summary.get('verdict', 'none')}. {together}"
     if strange:
-        said += f" {len(strange)} records of another version of wellposed are left out."
+        said += f" ({len(strange)} records of another version of wellposed are left out)"
     if claims:
         said += ":"
     return subjects, [Conclusion(said.strip(), tuple(claims))]

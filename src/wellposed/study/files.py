@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from wellposed.study.session import Session
 
 SUMMARY = "summary.json"
+AND = " && "
+"""Between commands, where data sets have other seeds."""
 
 
 def about(session: "Session", records: StudyRecords, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,13 +42,27 @@ def about(session: "Session", records: StudyRecords, before: Mapping[str, Any]) 
         "title": study.title,
         "paper": study.paper,
         "claim": study.claim,
-        "command": command(study.name, session.scale, list(data.values()), seeds, session.changes),
+        "command": AND.join(
+            command(study.name, session.scale, [data[name] for name in of_seeds], each, session.changes)
+            for each, of_seeds in _by_seeds(records, data, seeds).items()
+        ),
         "scale": session.scale,
         "data": data,
         "seeds": seeds,
         "changes": session.changes,
         "environments": _environments(before.get("environments", []), session.has_worked),
     }
+
+
+def _by_seeds(
+    records: StudyRecords, data: Iterable[str], seeds: Sequence[int]
+) -> dict[tuple[int, ...], list[str]]:
+    """The sets that ran with the same seeds; one without runs counts to ``seeds``."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name in data:
+        own = sorted({run.seed for run in records.runs if run.data == name and not run.trial})
+        found.setdefault(tuple(own or seeds), []).append(name)
+    return found
 
 
 def write_details(session: "Session") -> None:
