@@ -197,7 +197,8 @@ def test_sets_one_call_at_a_time(tmp_path) -> None:
     summary = json.loads((outcome.folder / "summary.json").read_text())
     assert summary["data"] == {"birds": "packed:birds.npz", "cifar10": "cifar10:DIR"}
     assert summary["seeds"] == [0, 1, 2]
-    assert "--data packed:birds.npz --data cifar10:DIR" in summary["command"]
+    assert "--data packed:birds.npz --scale small --seeds 0,1 && " in summary["command"]
+    assert summary["command"].endswith("--data cifar10:DIR --scale small --seeds 2")
 
 
 def test_records_of_other_recipes_are_put_aside_and_told(tmp_path) -> None:
