@@ -14,6 +14,8 @@ from pathlib import Path
 
 import matplotlib
 
+from wellposed.study.files import write_table
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -73,9 +75,10 @@ def effects(row: Row, studies: Path) -> list[Effect]:
     """Those that the study's table has; a table without any is an error."""
     path = studies / f"{row.study}-small" / "table.csv"
     with path.open(newline="") as file:
-        lines = [line for line in csv.DictReader(file) if line["variant"] == row.variant]
+        every = [line for line in csv.DictReader(file) if line["variant"] == row.variant]
+    lines = [line for line in every if line["difference"]]
     if not lines:
-        raise ValueError(f"{path} has no line of {row.variant!r}; run the study again with this version.")
+        raise ValueError(f"{path} has no difference of {row.variant!r}; run the study again, with all of it.")
     return [
         Effect(
             row.name,
@@ -139,10 +142,9 @@ def main() -> None:
     plots[0].plot([], [], "D", color="0.4", label="one seed")
     plots[0].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(options.out.with_suffix(".png"), dpi=120)
-    with options.out.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(Effect.__dataclass_fields__), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(effect) for of_row in found.values() for effect in of_row)
+    write_table(
+        options.out.with_suffix(".csv"), [asdict(effect) for of_row in found.values() for effect in of_row]
+    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 import sys
 
 import torch
+import triton
+import triton.language as tl
 
 from wellposed.linalg import spectral_chain
 from wellposed.linalg.hopper import engine
@@ -75,6 +77,21 @@ def test_bad_images_stay_alone() -> None:
     assert torch.equal(slope[1], single[0])
     assert (slope[0] == 0).all()
     assert (slope[2] == 1).all()
+
+
+@triton.jit
+def counting_kernel(OUT, n):
+    total = 0
+    for step in range(0, n, 2):
+        total += step
+    tl.store(OUT, total)
+
+
+def loop_up_to_an_argument() -> None:
+    """Not of our kernels: whether the interpreter itself can do what they all need."""
+    out = torch.zeros(1, dtype=torch.int32)
+    counting_kernel[(1,)](out, 6)
+    assert out.item() == 0 + 2 + 4
 
 
 if __name__ == "__main__":

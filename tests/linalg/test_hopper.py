@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -16,24 +17,29 @@ from wellposed.linalg.svd_power import _adjoint
 from wellposed.nn.functional import gray
 
 pytest.importorskip("triton")
+NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
 
 
 @pytest.mark.parametrize(
     "test", ["test_shapes", "test_each_image_has_its_own_power", "test_bad_images_stay_alone"]
 )
 def test_interpreted(test: str) -> None:
+    done = interpreted(test)
+    # The Triton of torch 2.11 converts arrays of one number in a way that NumPy 2.5 refuses; newer ones do not.
+    if done.returncode and NUMPY >= (2, 5) and interpreted("loop_up_to_an_argument").returncode:
+        pytest.skip("under this NumPy, this Triton's interpreter cannot run a loop at all")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def interpreted(name: str) -> "subprocess.CompletedProcess[str]":
     script = Path(__file__).with_name("interpreted_chain.py")
-    done = subprocess.run(
-        [sys.executable, str(script), test],
+    return subprocess.run(
+        [sys.executable, str(script), name],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    told = done.stdout + done.stderr
-    if "triton/runtime/interpreter.py" in told and "only 0-dimensional arrays can be converted" in told:
-        pytest.skip("this Triton's interpreter cannot loop up to a number under NumPy 2.5")
-    assert done.returncode == 0, told
 
 
 on_hopper = pytest.mark.skipif(
