@@ -25,7 +25,7 @@ NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
 )
 def test_interpreted(test: str) -> None:
     done = interpreted(test)
-    # The Triton of torch 2.11 converts arrays of one number in a way that NumPy 2.5 refuses; newer ones do not.
+    # The Triton of torch 2.11 converts arrays in a way that NumPy 2.5 refuses; newer ones do not.
     if done.returncode and NUMPY >= (2, 5) and interpreted("loop_up_to_an_argument").returncode:
         pytest.skip("under this NumPy, this Triton's interpreter cannot run a loop at all")
     assert done.returncode == 0, done.stdout + done.stderr
