@@ -6,7 +6,7 @@ import math
 import pytest
 
 from wellposed.study import catalogue
-from wellposed.study.choosing import best_of, score
+from wellposed.study.choosing import behind_trials, best_of, score
 from wellposed.study.compare import (
     Claim,
     accuracy_claim,
@@ -33,6 +33,21 @@ def test_a_grid_keeps_the_label_and_names_the_files() -> None:
     assert [cell.name for cell in made][:2] == ["a-b-inittimm-lr0.1", "a-b-initxavier-lr0.1"]
     assert made[1].fields == {"eps": 0.5, "init": "xavier", "lr": 0.1}
     assert made[1].chosen == {"init": "xavier", "lr": 0.1}
+
+
+def test_a_run_that_ends_below_its_own_trial_is_told() -> None:
+    def runs(last: float) -> StudyRecords:
+        chosen = {"init": "xavier", "lr": 3e-4}
+        others = [record("no skip", 0, 60.0, trial=True, best=False), record("all", 0, 10.0, trial=True)]
+        trial = record("no skip", 0, 49.2, trial=True, chosen=chosen)
+        ends = [record("no skip", 0, last, chosen=chosen), record("no skip", 1, 70.0), record("all", 0, 88.7)]
+        return StudyRecords("x", "small", [*others, trial, *ends])
+
+    (told,) = behind_trials(runs(19.3))
+    assert told.startswith("no skip, digits, seed 0: 19.3 in the end and 49.2 in the trial that chose")
+    assert "init=xavier, lr=0.0003" in told
+    # Less than what one seed can tell is no break.
+    assert not behind_trials(runs(48.0))
 
 
 def test_the_name_of_a_set_has_no_folder() -> None:

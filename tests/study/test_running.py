@@ -1,6 +1,7 @@
 """From a grid to files, with a script in the place of training; one study is trained for real."""
 
 import csv
+import dataclasses
 import json
 import sys
 
@@ -51,6 +52,20 @@ def test_a_whole_study(tmp_path) -> None:
     assert "torch" in surroundings["packages"]
     assert (out / "figure.png").stat().st_size > 10_000
     assert "verdict: reproduced (all 4 claims hold)\n- no FFN skip minus all skips: -2.00" in text
+
+
+def test_a_long_run_that_breaks_is_told(tmp_path) -> None:
+    def base(scale, data) -> Recipe:
+        # The script takes 30 points from runs of 5 epochs; the trials have 10.
+        return dataclasses.replace(skip_ablation.base(scale, data), epochs=5)
+
+    study = dataclasses.replace(skip_ablation.STUDY, base=base)
+    outcome, text = study_runner.run(study, tmp_path, seeds=[0])
+    assert outcome.exit_code == 0
+    told = "all skips, digits, seed 0: 60.0 in the end and 90.0 in the trial that chose init=xavier, lr=0.001"
+    assert f"note: {told}" in text
+    notes = json.loads((tmp_path / "out" / "summary.json").read_text())["notes"]
+    assert sum("It broke on the way" in note for note in notes) == 3
 
 
 def test_again_it_trains_and_measures_nothing(tmp_path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from wellposed.study.compare import LEAST
 from wellposed.study.ledger import Key
-from wellposed.study.plan import Cell, RunRecord, data_name
+from wellposed.study.plan import Cell, RunRecord, StudyRecords, data_name
 from wellposed.train.recipe import Recipe
 
 
@@ -66,6 +66,27 @@ def score(record: RunRecord) -> tuple[float, float]:
         -1.0 if record.accuracy is None else record.accuracy / 100,
         -loss if isinstance(loss, (int, float)) else -float("inf"),
     )
+
+
+def behind_trials(records: StudyRecords) -> list[str]:
+    """Sentences on runs that know less in the end than the short run that chose their setting.
+
+    They broke on the way, so they say what that setting does, not what their variant can.
+    """
+    trials = {(run.label, run.data): run for run in records.runs if run.trial and run.best}
+    found = []
+    for run in records.runs:
+        trial = trials.get((run.label, run.data))
+        if run.trial or not run.best or trial is None or run.accuracy is None or trial.accuracy is None:
+            continue
+        if trial.accuracy - run.accuracy >= LEAST:
+            setting = ", ".join(f"{name}={value}" for name, value in run.chosen.items())
+            found.append(
+                f"{run.label}, {run.data}, seed {run.seed}: {run.accuracy:.1f} in the end and "
+                f"{trial.accuracy:.1f} in the trial that chose {setting}. It broke on the way; that is of "
+                "the setting, and another (--set) may do better."
+            )
+    return found
 
 
 def variants(cells: Iterable[Cell], changes: Mapping[str, Any]) -> dict[str, list[Cell]]:

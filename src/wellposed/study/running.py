@@ -5,6 +5,7 @@ The folder of a study has ``recipes/``, ``records.jsonl``, ``table.csv``, ``figu
 The same call again goes on where it stopped, and further seeds and data sets add to what is there.
 """
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from wellposed.study import ledger
+from wellposed.study.choosing import behind_trials
 from wellposed.study.files import about, read_summary, write_details, write_report
 from wellposed.study.measuring import Measurer
 from wellposed.study.plan import Scale, Study, StudyRecords, StudyReport, data_name
@@ -227,6 +229,7 @@ def _measure_once(session: Session, console: Console) -> None:
 def _report(session: Session, console: Console, failed: bool = False) -> Outcome:
     records = session.records()
     report = session.study.report(records)
+    report = dataclasses.replace(report, notes=[*report.notes, *behind_trials(records)])
     ledger.write(session.folder, records.runs, records.measured)
     details = about(session, records, read_summary(session.folder))
     _say(console, f"\n{session.study.name}: {session.study.title}\n")
