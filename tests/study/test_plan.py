@@ -6,7 +6,7 @@ import math
 import pytest
 
 from wellposed.study import catalogue
-from wellposed.study.choosing import behind_trials, best_of, score
+from wellposed.study.choosing import best_of, broken_runs, score
 from wellposed.study.compare import (
     Claim,
     accuracy_claim,
@@ -36,18 +36,23 @@ def test_a_grid_keeps_the_label_and_names_the_files() -> None:
 
 
 def test_a_run_that_ends_below_its_own_trial_is_told() -> None:
-    def runs(last: float) -> StudyRecords:
+    def runs(last: float, **fields) -> StudyRecords:
         chosen = {"init": "xavier", "lr": 3e-4}
         others = [record("no skip", 0, 60.0, trial=True, best=False), record("all", 0, 10.0, trial=True)]
         trial = record("no skip", 0, 49.2, trial=True, chosen=chosen)
-        ends = [record("no skip", 0, last, chosen=chosen), record("no skip", 1, 70.0), record("all", 0, 88.7)]
+        end = record("no skip", fields.pop("seed", 0), last, chosen=chosen, **fields)
+        ends = [end, record("all", 0, 88.7)]
         return StudyRecords("x", "small", [*others, trial, *ends])
 
-    (told,) = behind_trials(runs(19.3))
-    assert told.startswith("no skip, digits, seed 0: 19.3 in the end and 49.2 in the trial that chose")
-    assert "init=xavier, lr=0.0003" in told
+    (told,) = broken_runs(runs(19.3))
+    assert told.startswith("no skip, digits, seed 0: broke with init=xavier, lr=0.0003, 19.3 in the end and")
+    assert told.endswith("49.2 in its short trial; so did all others, and the best trial's stands.")
+    (told,) = broken_runs(runs(19.3, best=False))
+    assert told.endswith("another setting stands for it.")
+    (told,) = broken_runs(runs(19.3, seed=1))
+    assert told.endswith("the seed that chooses did not.")
     # Less than what one seed can tell is no break.
-    assert not behind_trials(runs(48.0))
+    assert not broken_runs(runs(48.0))
 
 
 def test_the_name_of_a_set_has_no_folder() -> None:

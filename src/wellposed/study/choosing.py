@@ -68,24 +68,33 @@ def score(record: RunRecord) -> tuple[float, float]:
     )
 
 
-def behind_trials(records: StudyRecords) -> list[str]:
-    """Sentences on runs that know less in the end than the short run that chose their setting.
+def broke(run: RunRecord | None, trial: RunRecord) -> bool:
+    """Whether a full run knows less in the end than the short one that chose its setting."""
+    if run is None or run.accuracy is None or trial.accuracy is None:
+        return False
+    return trial.accuracy - run.accuracy >= LEAST
 
-    They broke on the way, so they say what that setting does, not what their variant can.
-    """
-    trials = {(run.label, run.data): run for run in records.runs if run.trial and run.best}
+
+def broken_runs(records: StudyRecords) -> list[str]:
+    """Sentences on the runs that broke: they say what their setting does, not what their variant can."""
+    trials = {(run.label, run.data, str(run.chosen)): run for run in records.runs if run.trial}
+    pairs = [(run, trials.get((run.label, run.data, str(run.chosen)))) for run in records.runs]
+    broken = [
+        (run, trial) for run, trial in pairs if trial is not None and not run.trial and broke(run, trial)
+    ]
+    hopeless = {(run.label, run.data) for run, trial in broken if run.best and run.seed == trial.seed}
     found = []
-    for run in records.runs:
-        trial = trials.get((run.label, run.data))
-        if run.trial or not run.best or trial is None or run.accuracy is None or trial.accuracy is None:
-            continue
-        if trial.accuracy - run.accuracy >= LEAST:
-            setting = ", ".join(f"{name}={value}" for name, value in run.chosen.items())
-            found.append(
-                f"{run.label}, {run.data}, seed {run.seed}: {run.accuracy:.1f} in the end and "
-                f"{trial.accuracy:.1f} in the trial that chose {setting}. It broke on the way; that is of "
-                "the setting, and another (--set) may do better."
-            )
+    for run, trial in broken:
+        setting = ", ".join(f"{name}={value}" for name, value in run.chosen.items())
+        then = "another setting stands for it"
+        if (run.label, run.data) in hopeless:
+            then = "so did all others, and the best trial's stands"
+        elif run.best:
+            then = "the seed that chooses did not"
+        found.append(
+            f"{run.label}, {run.data}, seed {run.seed}: broke with {setting}, {run.accuracy:.1f} in the end "
+            f"and {trial.accuracy:.1f} in its short trial; {then}."
+        )
     return found
 
 

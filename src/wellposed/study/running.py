@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from wellposed.study import ledger
-from wellposed.study.choosing import behind_trials
+from wellposed.study.choosing import broken_runs
 from wellposed.study.files import about, read_summary, write_details, write_report
 from wellposed.study.measuring import Measurer
 from wellposed.study.plan import Scale, Study, StudyRecords, StudyReport, data_name
@@ -229,7 +229,7 @@ def _measure_once(session: Session, console: Console) -> None:
 def _report(session: Session, console: Console, failed: bool = False) -> Outcome:
     records = session.records()
     report = session.study.report(records)
-    report = dataclasses.replace(report, notes=[*report.notes, *behind_trials(records)])
+    report = dataclasses.replace(report, notes=[*report.notes, *broken_runs(records)])
     ledger.write(session.folder, records.runs, records.measured)
     details = about(session, records, read_summary(session.folder))
     _say(console, f"\n{session.study.name}: {session.study.title}\n")

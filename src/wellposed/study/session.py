@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.study import ledger
-from wellposed.study.choosing import Planned, best_of
+from wellposed.study.choosing import Planned, best_of, broke
 from wellposed.study.compact import POINTS
 from wellposed.study.grids import Grid
 from wellposed.study.ledger import ENDED, Key
@@ -174,7 +174,19 @@ class Session:
             if not self._has_ended(each.key):
                 return None
             tried.append((each.cell, self._runs[each.key]))
-        return cells.index(best_of(tried)) if tried else None
+        if not tried:
+            return None
+        # A short run cannot tell what a long one makes of its setting: one that broke gives way to the next.
+        whole = [each for each in tried if not self._broke(spec, label, cells.index(each[0]), each[1])]
+        return cells.index(best_of(whole or tried))
+
+    def _broke(self, spec: str, label: str, number: int, trial: RunRecord) -> bool:
+        """Whether the full run of a cell ended below its trial, on the set and with the seed that choose."""
+        if not trial.trial:
+            return False
+        chooser = self._chooser(spec, label) if self.study.chooses_once else spec
+        full = self.grid.plan(label, number, chooser, trial.seed, False)
+        return broke(self._runs.get(full.key), trial)
 
     def _plan(self, label: str, number: int, spec: str, seed: int, trial: bool = False) -> Planned | None:
         start = self.grid.variants[label][number].starts_from
