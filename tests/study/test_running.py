@@ -90,11 +90,34 @@ def test_a_setting_that_breaks_in_the_long_run_gives_way_to_the_next(tmp_path) -
     assert "broke with init=xavier, 60.0 in the end and 90.0 in its short trial; another setting" in text
     before = runs_of(tmp_path / "out")
     assert sum(run.chosen == {"init": "xavier"} and not run.trial for run in before) >= 1
-    # A second call has nothing to train, and one that only reports says the same.
+    # A second call has nothing to train.
     again, _ = study_runner.run(study, tmp_path, seeds=[0, 1])
     assert again.report is not None
     assert again.report.tables == outcome.report.tables
     assert len(runs_of(tmp_path / "out")) == len(before)
+
+
+def test_a_call_that_only_reports_says_anew_which_setting_stands(tmp_path) -> None:
+    study_runner.run(skip_ablation.STUDY, tmp_path, seeds=[0])
+    file = tmp_path / "out" / "records.jsonl"
+    text = file.read_text()
+    # As if another version had chosen otherwise.
+    file.write_text(text.replace('"best":true', '"best":false'))
+    assert not any(run.best for run in runs_of(tmp_path / "out"))
+    running.report_again([skip_ablation.STUDY], out=tmp_path / "out", console=Console(quiet=True))
+    assert file.read_text() == text
+
+
+def test_a_call_that_only_reports_leaves_what_stood_in_a_grid_that_is_not_whole(tmp_path) -> None:
+    study_runner.run(skip_ablation.STUDY, tmp_path, seeds=[0])
+    file = tmp_path / "out" / "records.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    # One of the grid of "all skips" is lost, so nobody can tell any more which of it is the best.
+    lost = next(line for line in lines if '"label":"all skips"' in line and '"best":false' in line)
+    lines.remove(lost)
+    file.write_text("".join(lines))
+    running.report_again([skip_ablation.STUDY], out=tmp_path / "out", console=Console(quiet=True))
+    assert file.read_text() == "".join(lines)
 
 
 def test_again_it_trains_and_measures_nothing(tmp_path) -> None:

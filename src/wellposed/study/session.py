@@ -124,6 +124,8 @@ class Session:
             spec = self._chooser(spec, label)
         is_short = self.grid.has_trial(spec)
         seed = self._ended_grid(spec, label)
+        if seed is None and not self.seeds:  # a call that only reports
+            return []
         made = [
             self._plan(label, number, spec, self.seeds[0] if seed is None else seed, is_short)
             for number in range(len(self.grid.variants[label]))
@@ -139,10 +141,9 @@ class Session:
         specs = {data_name(spec): spec for spec in self.data}
         known = [specs.get(name, name) for name in self._sets]
         alike = [each for each in known if self._model(each) == self._model(spec)]
-        return next(
-            (each for each in alike if self._ended_grid(each, label) is not None),
-            next(each for each in self.data if each in alike),
-        )
+        ended = (each for each in alike if self._ended_grid(each, label) is not None)
+        given = (each for each in self.data if each in alike)
+        return next(ended, next(given, spec))
 
     def _model(self, spec: str) -> tuple[Any, ...]:
         base = self.study.base(self.scale, spec)
@@ -276,18 +277,22 @@ class Session:
         """Those of this call and those of before, in the order of the grid."""
         with self._lock:
             runs = list(self._runs.values())
-            specs = {data_name(spec): spec for spec in self.data}
+            given = {data_name(spec): spec for spec in self.data}
             best = {
-                (name, label): None if number is None else self.grid.variants[label][number].name
-                for name, spec in specs.items()
+                (name, label): number
+                for name in self._sets
                 for label in self.grid.variants
-                for number in [self._best(spec, label)]
+                for number in [self._best(given.get(name, name), label)]
+                # What another call chose stands while its grid is not whole here.
+                if number is not None or name in given
             }
             placed = []
             for run in runs:
                 place, cell = self.grid.keys(run.data, run.seed).get(ledger.key_of(run), (0, None))
-                if cell is not None and run.data in specs:
-                    run = dataclasses.replace(run, best=best[run.data, run.label] == cell.name)
+                if cell is not None and (run.data, run.label) in best:
+                    number = best[run.data, run.label]
+                    chosen = None if number is None else self.grid.variants[run.label][number].name
+                    run = dataclasses.replace(run, best=chosen == cell.name)
                 placed.append(((self._sets.index(run.data), place, not run.trial, run.seed), run))
             placed.sort(key=lambda each: each[0])
             return StudyRecords(self.study.name, self.scale, [run for _, run in placed], self.measured)
