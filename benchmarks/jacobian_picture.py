@@ -2,7 +2,7 @@
 
     python benchmarks/jacobian_picture.py --out results/jacobian-digits
 
-Trains a small ViT on scikit-learn's digits and takes the whole spectrum of the Jacobian of the first
+Trains a small ViT on the embedded digits and takes the whole spectrum of the Jacobian of the first
 block's attention, without its skip, at the grayed tokens of one test image: 816 x 816, dense.
 """
 

@@ -2,7 +2,7 @@
 
     python benchmarks/picture.py --out results/kappa-digits
 
-Trains a small ViT on scikit-learn's digits three times (all skips, none around the FFN, none around
+Trains a small ViT on the embedded digits three times (all skips, none around the FFN, none around
 attention), draws the picture and writes the numbers beside it.
 """
 
