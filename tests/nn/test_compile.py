@@ -104,3 +104,11 @@ def test_meta_tensors_have_a_gradient(name):
     x = torch.empty(2, 5, 7, device="meta", requires_grad=True)
     OPERATIONS[name](x).sum().backward()
     assert (x.grad.shape, x.grad.device.type) == (x.shape, "meta")
+
+
+def test_models_of_several_floors_and_tolerances_compile_whole() -> None:
+    torch.compiler.reset()
+    x = torch.randn(2, 5, 4, generator=generator(0))
+    for options in ({"floor": 0.1}, {"floor": 0.2}, {"floor": 0.2, "tolerance": 1e-2}):
+        module = TokenGraying(0.7, "spectral", **options)
+        torch.testing.assert_close(torch.compile(module, backend="eager", fullgraph=True)(x), module(x))

@@ -252,3 +252,10 @@ def test_module_takes_the_choice_of_the_paper(method, eps):
     assert torch.equal(module(x), gray(x, eps, method))
     assert torch.equal(module(x), gray(x, method=method))
     assert not module.state_dict()
+
+
+@pytest.mark.parametrize("method", ["svd", "spectral", "dct"])
+def test_an_eps_of_one_number_may_have_another_dtype(method: str) -> None:
+    x = torch.randn(2, 4, 5, generator=generator(0))
+    given = gray(x, torch.tensor([0.7], dtype=torch.float64), method)
+    torch.testing.assert_close(given, gray(x, torch.tensor([0.7]), method), rtol=1e-4, atol=1e-5)

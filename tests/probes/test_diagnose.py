@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import wellposed as wp
@@ -237,3 +238,21 @@ wp.diagnose(model, torch.ones(1, 3, 32, 32), what="all")
 assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_all_that_there_is_is_measured_where_there_is_no_attention() -> None:
+    case = zoo.BY_NAME["timm mixer"]
+    diagnosis = wp.diagnose(case.model(), case.input(), what="all")
+    assert {"kappa", "ntk kappa"} & {record.measure for record in diagnosis.records}
+    assert any("density not measured" in note for note in diagnosis.notes)
+    with pytest.raises(ValueError, match="attention"):
+        wp.diagnose(case.model(), case.input(), what="density")
+
+
+def test_bounds_of_parametrized_weights_are_not_measured_and_say_why() -> None:
+    case = VIT
+    model = case.model()
+    spectral_norm(model.blocks[0].attn.qkv)
+    diagnosis = wp.diagnose(model, case.input(), what="bounds")
+    (told,) = {record.note for record in diagnosis.records if record.block == 0 and "parametr" in record.note}
+    assert "got a parametrization; remove it" in told

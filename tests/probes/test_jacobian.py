@@ -15,6 +15,22 @@ from wellposed.records import from_dict, to_dict
 from zoo import BY_NAME, Case, families
 
 
+@pytest.mark.parametrize("method", ["spectral", "svd"])
+def test_own_graying_in_a_block_is_right_dense_and_refused_matrix_free(method: str) -> None:
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=8, depth=1, embed_dim=12, num_heads=3
+    )
+    block = model.blocks[0]
+    block.norm1 = nn.Sequential(block.norm1, wp.nn.TokenGraying(0.7, method))
+    x = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    expected = torch.linalg.svdvals(by_finite_differences(model, x, "attention", skip=True))
+    found = jacobian_spectrum(model, x, skip=True, method="dense", dtype=torch.float64)
+    assert found.sigma_max.value == pytest.approx(expected[0].item(), rel=1e-6)
+    # Matrix-free takes the derivative of the backward pass; without one it would be wrong by half.
+    with pytest.raises(RuntimeError, match="method='dense'"):
+        jacobian_spectrum(model, x, skip=True, method="matrix-free", dtype=torch.float64)
+
+
 def by_finite_differences(model: nn.Module, x: Tensor, part: str, *, skip: bool) -> Tensor:
     """The Jacobian column by column, from the function alone, in float64."""
     cut = sub_block(model, x, 0, part, skip=skip, dtype=torch.float64)

@@ -222,6 +222,21 @@ def test_lines_of_another_version_are_put_aside(tmp_path) -> None:
     assert len(runs_of(out)) == 6
 
 
+def test_a_call_that_only_reports_keeps_lines_of_another_version(tmp_path) -> None:
+    study_runner.run(PLAIN, tmp_path)
+    file = tmp_path / "out" / "records.jsonl"
+    newer = json.loads(file.read_text().splitlines()[0]) | {"from_the_future": 1}
+    file.write_text(file.read_text() + json.dumps(newer) + "\n")
+    running.report_again([PLAIN], out=tmp_path / "out")
+    assert json.loads(file.read_text().splitlines()[-1]) == newer
+
+
+@pytest.mark.parametrize(("field", "value", "option"), [("seed", 7, "--seeds"), ("data", "DIR", "--data")])
+def test_what_tells_runs_apart_is_no_change_of_all(field: str, value: object, option: str, tmp_path) -> None:
+    with pytest.raises(ValueError, match=f"say {option}"):
+        study_runner.run(PLAIN, tmp_path, changes={field: value})
+
+
 def test_what_others_start_from_is_trained_again_where_it_is_needed(tmp_path) -> None:
     out, mae = tmp_path / "out", catalogue.get("mae")
     study_runner.run(mae, tmp_path, seeds=[0])

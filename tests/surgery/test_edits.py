@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -362,3 +363,18 @@ def test_scales_of_a_quantised_layer_are_floating_point() -> None:
     wp.broadcast_context(model, scaled=True)
     assert model.blocks[0].mlp.inserted_after.op.scale.dtype == torch.float32
     assert model.blocks[0].mlp.inserted_after.op.scale.unique().item() == 0.5
+
+
+@pytest.mark.parametrize("where", POSITIONS)
+def test_one_image_without_a_batch_axis(where: str) -> None:
+    case = BY_NAME["torch encoder pre-norm"]  # batch_first=False: (L, N, C) and (L, C)
+    model, x = case.model(), case.input(1)[0]
+    wp.broadcast_context(model, where, scaled=True)
+    torch.testing.assert_close(model(x), model(x[:, None])[:, 0])
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    model = BY_NAME["timm vit"].model()
+    (edit,) = wp.remove_skips(model, "ffn", blocks=np.int64(1))
+    assert edit.block == 1
+    assert len(wp.uniform_heads(model, np.int64(1), blocks=np.array([0, 1]))) == 2

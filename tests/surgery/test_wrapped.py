@@ -1,9 +1,14 @@
 """Models that are wrapped already are refused, with the remedy, and stay as they were."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.utils.parametrizations import spectral_norm
 
 import wellposed as wp
 from zoo import BY_NAME
@@ -75,3 +80,30 @@ def test_edits_may_be_read_off_a_wrapped_model() -> None:
     wp.remove_skips(model, "attention", blocks=0)
     (edit,) = wp.edits(nn.DataParallel(model))
     assert (edit.block, edit.module) == (0, "module.blocks.0.join_attention")
+
+
+def test_a_monitor_leaves_what_is_wrapped_over_an_edit(one_process) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    model = BY_NAME["timm vit"].model()
+    wp.gray_tokens(model, 0.7, where="blocks", blocks=0)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    wp.probes.Monitor(model, BY_NAME["timm vit"].input(), every=1)(0)
+    assert all(isinstance(block, FSDPModule) for block in model.blocks)
+    model.set_requires_gradient_sync(False)
+
+
+def test_what_is_parametrized_after_an_edit_can_be_restored() -> None:
+    case = BY_NAME["timm vit"]
+    model = case.model().eval()
+    x = case.input()
+    wp.broadcast_context(model, "mlp.middle")
+    spectral_norm(model.blocks[0].mlp.fc2)
+    wp.restore(model)
+    after = model(x)
+    plain = case.model().eval()
+    spectral_norm(plain.blocks[0].mlp.fc2)
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(after, plain(x))
+    torch.testing.assert_close(copy.deepcopy(model)(x), after)

@@ -1,8 +1,10 @@
 """Runs from a recipe to weights: models, edits, tasks, folders."""
 
+import itertools
 import json
 import os
 import pickle
+import re
 import tomllib
 
 import numpy as np
@@ -14,7 +16,7 @@ from safetensors.torch import load_file
 
 import wellposed as wp
 from short_runs import TINY, recipe, run, weights
-from wellposed.train import Recipe, fit
+from wellposed.train import Recipe, fit, saving
 from wellposed.train import model as builder
 from wellposed.train.data import open_data
 from wellposed.train.model import build_model
@@ -123,6 +125,18 @@ def test_eps_follows_its_schedule(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(wp.nn.TokenGraying, "forward", watching)
     run(tmp_path, graying="dct", eps=0.5, eps_end=1.0, epochs=1)
     assert seen == pytest.approx([0.5, 0.5 + 1 / 6, 0.5 + 2 / 6, 1.0])
+
+
+def test_the_best_weights_keep_the_eps_they_were_tested_with(tmp_path, monkeypatch) -> None:
+    worse = itertools.count(0, -1)
+    monkeypatch.setattr(saving, "score", lambda tested: float(next(worse)))  # the first test is the best
+    run(tmp_path, graying="dct", eps=0.5, eps_end=1.0)
+    cards = {name: (tmp_path / name / "README.md").read_text() for name in ("best", "last")}
+    assert "update 4" in cards["best"]
+    # 12 updates, of which the fourth has 3 / 11 of the way behind it.
+    (eps,) = re.findall(r"wp.gray_tokens\(model, ([0-9.]+)", cards["best"])
+    assert float(eps) == pytest.approx(0.5 + 0.5 * 3 / 11, abs=1e-4)
+    assert "wp.gray_tokens(model, 1.0" in cards["last"]
 
 
 def test_xavier_is_another_start(tmp_path) -> None:

@@ -78,6 +78,30 @@ def test_terminated_in_the_middle_of_an_epoch(whole, tmp_path, monkeypatch) -> N
     assert numbers[:3] == numbers[3:]
 
 
+@pytest.mark.parametrize("update", [4, 12])
+def test_terminated_at_the_end_of_an_epoch(whole, tmp_path, monkeypatch, update: int) -> None:
+    """What the signal came before, the test, is made up for; after the last epoch, too."""
+    fields, expected = whole
+    signal_at(monkeypatch, update, signal.SIGTERM)
+    assert run(tmp_path, **fields).status == "terminated"
+    result = run(tmp_path, **fields)
+    assert result.status == "finished"
+    assert_bitwise(weights(tmp_path), weights(expected))
+    for name in ("best", "last"):
+        file = f"{name}/model.safetensors"
+        assert_bitwise(load_file(tmp_path / file), load_file(expected / file))
+    told = [
+        [
+            (line["update"], line["loss"], line["accuracy"])
+            for line in read_run(folder)
+            if line["event"] == "test"
+        ]
+        for folder in (tmp_path, expected)
+    ]
+    assert told[0] == told[1]
+    assert json.loads((tmp_path / "result.json").read_text())["test"]["update"] == 12
+
+
 CHILD = """
 import json, signal, sys
 import pytest, torch

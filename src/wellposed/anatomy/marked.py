@@ -14,7 +14,8 @@ from torch import nn
 
 
 def is_marked(module: nn.Module) -> bool:
-    return hasattr(type(module), "_unmarked")
+    """Whether the module's own class is a mark: FSDP2 and parametrizations make classes on top of one."""
+    return "_unmarked" in vars(type(module))
 
 
 def unmarked_class(module: nn.Module) -> type[nn.Module]:
@@ -47,6 +48,9 @@ def _new_marked(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Mod
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
     """Pickle and deepcopy by the class below: the subclass has no importable name."""
+    if not is_marked(self):  # of a class that was made on top of the mark
+        below = next(cls for cls in type(self).__mro__ if "_unmarked" in vars(cls))
+        return below._unmarked.__reduce_ex__(self, protocol)  # type: ignore[attr-defined]
     unmark(self)
     try:
         reduced: Any = self.__reduce_ex__(max(int(protocol), 2))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import nn
@@ -97,6 +98,17 @@ def blocks(model: nn.Module) -> list[Block]:
     return [Block(index, *found) for index, found in enumerate(rows)]
 
 
+def plain_numbers(given: int | Iterable[int]) -> int | list[int]:
+    """One number or several, those of NumPy as Python's."""
+    if isinstance(given, int):
+        return given
+    if isinstance(given, Integral):
+        return int(given)
+    return [
+        int(each) if isinstance(each, Integral) and not isinstance(each, bool) else each for each in given
+    ]
+
+
 def select(found: list[Block], selection: BlockSelection) -> list[Block]:
     """The blocks that ``blocks=`` names: an index, a slice, several indices, or None for all."""
     if selection is None:
@@ -104,7 +116,8 @@ def select(found: list[Block], selection: BlockSelection) -> list[Block]:
     if isinstance(selection, slice):
         chosen = found[selection]
     else:
-        indices = [selection] if isinstance(selection, int) else list(selection)
+        given = plain_numbers(selection)
+        indices = [given] if isinstance(given, int) else given
         for index in indices:
             if not isinstance(index, int) or isinstance(index, bool):
                 raise TypeError(

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from wellposed.linalg import spectral_chain
 from wellposed.linalg.hopper.wide import wide_steps
+from wellposed.linalg.once import once
 from wellposed.linalg.precision import without_autocast
 from wellposed.linalg.spectral_coefficients import chain_coefficients
 from wellposed.linalg.spectral_plan import (
@@ -65,11 +65,11 @@ def spectral_power(
 
     Backward needs about 20 matrices n x n for each image, n being the smaller of N and D.
     """
-    plan = spectral_plan(x, floor=floor, tolerance=tolerance, precision=precision)
+    plan = _constant_plan(x, floor, tolerance, precision)
     if isinstance(eps, Tensor):
         eps = eps.reshape(-1) if eps.numel() == 1 else eps.expand(x.shape[:-2]).reshape(-1)
     else:
-        eps = eps.__float__()  # torch.compile takes this for a constant, float(eps) for a symbol
+        eps = eps.__float__()  # as in _constant_plan
     coefficients, delta = chain_coefficients(eps, plan.floor, plan.fit_tolerance, x.device)
     largest_gain = math.inf if isinstance(eps, Tensor) else plan.floor ** (eps - 1)
     return _apply_chain(x, coefficients, delta, plan, rescale, largest_gain)
@@ -94,11 +94,17 @@ def spectral_condition(
     >>> [round(value, 2) for value in y.diagonal().tolist()]
     [6.0, 4.0]
     """
-    plan = spectral_plan(x, floor=floor, tolerance=tolerance, precision=precision)
+    plan = _constant_plan(x, floor, tolerance, precision)
     coefficients, delta = chain_coefficients(0.0, plan.floor, plan.fit_tolerance, x.device)
     # gain + 1 is one more on the diagonal.
     one = torch.nn.functional.pad(torch.ones_like(coefficients[:, :1]), (0, coefficients.shape[1] - 1))
     return _apply_chain(x, coefficients + one, delta, plan, rescale=True, largest_gain=1 / plan.floor)
+
+
+def _constant_plan(x: Tensor, floor: float | None, tolerance: float, precision: Precision) -> Plan:
+    """The plan, of numbers that torch.compile takes for constants: float(number) would be a symbol."""
+    constant = None if floor is None else floor.__float__()
+    return spectral_plan(x, floor=constant, tolerance=tolerance.__float__(), precision=precision)
 
 
 def _apply_chain(
@@ -149,7 +155,7 @@ class _Chain(torch.autograd.Function):
         ctx.save_for_backward(x, coefficients, x if ctx.rescale else y, *others)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, coefficients, y, Z, lam, u, *stored = ctx.saved_tensors
         kept: tuple[Tensor, ...] = tuple(stored)

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from wellposed.linalg.once import once
 from wellposed.linalg.power import DEFAULT_FLOOR, power_gain
 from wellposed.linalg.precision import without_autocast
 
@@ -135,15 +135,15 @@ class _SVDPower(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, ctx.eps, ctx.floor, ctx.rescale = inputs
+        x, ctx.eps, ctx.floor, ctx.rescale = inputs
         _, U, s, Vh, finite = output
         ctx.mark_non_differentiable(U, s, Vh, finite)
-        ctx.save_for_backward(U, s, Vh, finite)
+        ctx.save_for_backward(x, U, s, Vh, finite)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
-        U, s, Vh, finite = ctx.saved_tensors
+        _, U, s, Vh, finite = ctx.saved_tensors
         # A caller may run backward inside autocast; these products need their digits.
         with without_autocast(grad):
             out = _adjoint(U, s, Vh.mT, grad, ctx.eps, ctx.floor, ctx.rescale)
@@ -162,5 +162,7 @@ def svd_power(
         rescale: False leaves out the factor s_max, so that the largest singular value becomes 1.
         floor: relative to s_max; below it the map is linear, which bounds the gradient.
     """
+    if isinstance(eps, Tensor):
+        eps = eps.to(x.dtype)
     out: Tensor = _SVDPower.apply(x, eps, floor, rescale)[0]
     return out

@@ -72,7 +72,8 @@ def diagnose(
     inner = plain(model)
     found = _blocks(inner, blocks)
     notes: list[str] = []
-    if "density" in chosen and what is None and all(map(no_attention, found)):
+    asks_for_density = what not in (None, "all")
+    if "density" in chosen and not asks_for_density and all(map(no_attention, found)):
         notes.append(f"density not measured: {no_attention(found[0])}")
         chosen = tuple(name for name in chosen if name != "density")
     batches = image_batches(images, inner, batch_size=batch_size, limit=max_images, transform=transform)
@@ -85,7 +86,7 @@ def diagnose(
                 wanted = [block for block in present if block.index in kept]
                 made: list[Probe] = [ConditioningProbe(wanted)] if "conditioning" in chosen else []
                 if "density" in chosen:
-                    made.append(DensityProbe(wanted, attention_images, strict=what is not None))
+                    made.append(DensityProbe(wanted, attention_images, strict=asks_for_density))
                 return made
 
             records += forward_passes(model, bar.over(batches, "forward passes"), probes)

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from wellposed.anatomy.layout import to_tokens
@@ -113,6 +114,12 @@ def attention_projections(block: Block) -> AttentionProjections:
     sources: dict[str, Tensor] = {}
     for letters, layer in layers.items():
         assert layer is not None
+        if is_parametrized(
+            layer
+        ):  # its weight is another tensor at each look, so its input is not recognised
+            raise ValueError(
+                f"expected plain weights in {name}, got a parametrization; remove it to measure."
+            )
         bias = _bias(attention, letters, layer)
         sources[letters] = layer.weight
         maps |= _unpacked(letters, layer.weight, bias)

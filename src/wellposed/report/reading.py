@@ -27,7 +27,7 @@ from wellposed.train.report.run_log import read_run
 from wellposed.train.report.summary import summarise
 
 DIAGNOSIS = "diagnosis.json"
-_FREE = ("seed", "start_from", "device", "workers", "placement", "trackers", "keep", "log_every")
+_FREE = ("seed", "device", "workers", "placement", "trackers", "keep", "log_every")
 """Fields in which the runs of one group may differ."""
 
 

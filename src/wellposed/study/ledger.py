@@ -50,9 +50,16 @@ def read(folder: Path) -> tuple[list[RunRecord], list[dict[str, Any]], list[str]
     return runs, measured, strange
 
 
-def write(folder: Path, runs: Iterable[RunRecord], measured: Iterable[Mapping[str, Any]]) -> None:
+def write(
+    folder: Path,
+    runs: Iterable[RunRecord],
+    measured: Iterable[Mapping[str, Any]],
+    strange: Iterable[str] = (),
+) -> None:
+    """``strange`` are lines that this version cannot read; they stay as they are."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_lines(folder / RECORDS, [*map(packed, runs), *map(rounded, measured)])
+    lines = [*map(packed, runs), *map(rounded, measured), *map(json.loads, strange)]
+    write_lines(folder / RECORDS, lines)
 
 
 def add_dropped(folder: Path, runs: Sequence[RunRecord], strange: Sequence[str]) -> None:

@@ -71,7 +71,7 @@ def run_all(
     """
     console = console or Console()
     at, pool = folders([study.name for study in studies], scale, out, runs)
-    _check(data, seeds)
+    _check(data, seeds, changes or {})
     sessions = [
         Session(
             study,
@@ -153,7 +153,14 @@ def folders(
     return at, parent / "runs" if runs is None else Path(runs)
 
 
-def _check(data: Sequence[str], seeds: Sequence[int] | None) -> None:
+def _check(data: Sequence[str], seeds: Sequence[int] | None, changes: Mapping[str, Any]) -> None:
+    for name in ("data", "seed"):
+        if name in changes:
+            option = {"data": "--data", "seed": "--seeds"}[name]
+            raise ValueError(
+                f"expected changes of what all runs share, got {name}={changes[name]}, which tells them "
+                f"apart; say {option}."
+            )
     names = [data_name(spec) for spec in data]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"data must be different sets, got {', '.join(data) or 'none'}.")
@@ -230,7 +237,7 @@ def _report(session: Session, console: Console, failed: bool = False) -> Outcome
     records = session.records()
     report = session.study.report(records)
     report = dataclasses.replace(report, notes=[*report.notes, *broken_runs(records)])
-    ledger.write(session.folder, records.runs, records.measured)
+    ledger.write(session.folder, records.runs, records.measured, session.strange)
     details = about(session, records, read_summary(session.folder))
     _say(console, f"\n{session.study.name}: {session.study.title}\n")
     for sentence in [*write_report(session.folder, records, report, details), *_unscored(records)]:

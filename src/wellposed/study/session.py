@@ -40,6 +40,7 @@ class Session:
 
     Attributes:
         dropped: records of before that are not this study's any more, by the reason.
+        strange: lines of the records that this version cannot read.
         has_worked: whether anything was trained or measured.
     """
 
@@ -61,14 +62,14 @@ class Session:
         self._tried: set[Key] = set()
         self._planned: dict[Key, Planned] = {}
         self._lock = threading.RLock()
-        runs, self.measured, self._strange = ledger.read(folder)
+        runs, self.measured, self.strange = ledger.read(folder)
         self._runs = {ledger.key_of(run): run for run in runs}
         # Those that were there first stay first.
         self._sets = list(dict.fromkeys([*(run.data for run in runs), *map(data_name, data)]))
         self._stale = [run for run in runs if self.grid.stale(run)]
         self.dropped = Counter(self.grid.stale(run) for run in self._stale)
-        if self._strange:
-            self.dropped["an older version, which told less"] = len(self._strange)
+        if self.strange:
+            self.dropped["an older version, which told less"] = len(self.strange)
 
     def check(self) -> None:
         """Raise if the study cannot be run so; nothing is written before."""
@@ -78,10 +79,10 @@ class Session:
     def drop_stale(self) -> None:
         """Put records of other recipes aside: a mean must not be of two settings."""
         if self.dropped:
-            ledger.add_dropped(self.folder, self._stale, self._strange)
+            ledger.add_dropped(self.folder, self._stale, self.strange)
             for run in self._stale:
                 del self._runs[ledger.key_of(run)]
-            self._stale, self._strange = [], []
+            self._stale, self.strange = [], []
 
     # Which runs are needed.
 

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from wellposed.anatomy.model import Block, BlockSelection, Place, find_place, no_attention, refuse_wrapped
+from wellposed.anatomy.model import (
+    Block,
+    BlockSelection,
+    Place,
+    find_place,
+    no_attention,
+    plain_numbers,
+    refuse_wrapped,
+)
 from wellposed.anatomy.packed_query import no_packed_query
 from wellposed.anatomy.rows import after
 from wellposed.anatomy.table import attention_row
@@ -75,7 +83,7 @@ def uniform_heads(
     uniform_heads  attention.query  11     blocks.11.attn.q_norm  ZeroQuery(heads=[0], of=3)
     """
     refuse_wrapped(model)
-    wanted = heads if isinstance(heads, int) else list(heads)
+    wanted = plain_numbers(heads)
     chosen = choose(model, blocks, _query, "a uniform head")
     return insert_all(
         model,

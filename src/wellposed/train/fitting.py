@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from wellposed.surgery import edits as edits_of
 from wellposed.train.agree import wait_for_all
 from wellposed.train.attention_kernels import without_cudnn_attention
 from wellposed.train.batches import EvalBatches, TrainBatches, make_batches
@@ -230,7 +229,7 @@ def _exporter(folder: Path, recipe: Recipe, prepared: Prepared, about: dict[str,
             image_size=prepared.size,
             accuracy=weights.accuracy,
             update=weights.update,
-            edits=edits_of(built.model),
+            edits=weights.edits,
             environment=about,
             train_images=len(data.train),
             test_images=len(data.test),

@@ -123,6 +123,8 @@ class Loop:
 
     def _take_over(self, progress: Progress) -> None:
         self.progress = progress
+        if progress.update > 0:
+            self.eps.set(progress.update - 1)  # of the weights, which may be tested before the next update
         self.train.reorder(progress.rollbacks)
         self.guard.reset()
         if self.monitor is not None and self.recipe.monitor_every is None:
@@ -143,6 +145,7 @@ class Loop:
         self.task.train_mode()
         if self.progress.update == 0:
             self._measure()
+        self._end_epoch_of_before()
         try:
             for update, passes in batches:
                 norm = self.update(update, passes, sums)
@@ -327,7 +330,15 @@ class Loop:
         monitor.every = self.progress.monitor_every = from_first(lambda: monitor.every, self.device)
         self.reporter.measured(self.progress.update, numbers)
 
+    def _end_epoch_of_before(self) -> None:
+        """Test what a run was stopped before: a signal at the last update of an epoch, or after the last."""
+        epoch, rest = divmod(self.progress.update, self.train.updates_per_epoch)
+        is_untold = self.progress.update == self.updates and self.last_test is None
+        if rest == 0 and epoch > 0 and (self.progress.tested < epoch or is_untold):
+            self._end_epoch(epoch)
+
     def _end_epoch(self, epoch: int) -> None:
+        self.progress.tested = epoch
         if epoch % self.recipe.eval_every and epoch != self.recipe.epochs:
             return
         tested = self.last_test = self._test(self.forward, self.task.module)

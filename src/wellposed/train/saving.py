@@ -15,6 +15,8 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from wellposed.surgery import Edits
+from wellposed.surgery import edits as edits_of
 from wellposed.train.agree import wait_for_all
 from wellposed.train.checkpoint import Checkpoint, Store, gather, restore
 from wellposed.train.checkpoint.processes import from_first, is_first
@@ -34,6 +36,8 @@ class Progress:
     best: float | None = None
     rollbacks: int = 0
     monitor_every: int | None = None
+    tested: int = 0
+    """The last epoch whose end is dealt with: its test, or that it has none."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Weights:
     accuracy: float | None
     update: int
     note: str
+    edits: Edits
+    """As they were with these weights: the power of a graying may change during training."""
 
 
 Exporter = Callable[[str, Weights], None]
@@ -140,7 +146,8 @@ class Saver:
         """Those of now, for people; every process must call it."""
         source = self.ema.module if self.ema is not None and is_average else self.module
         state = self.task.export_state(gather_weights(source))
-        return Weights(state, None if tested is None else tested.accuracy, update, note)
+        accuracy = None if tested is None else tested.accuracy
+        return Weights(state, accuracy, update, note, edits_of(self.task.trunk))
 
 
 def score(tested: Tested) -> float:
