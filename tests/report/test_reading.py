@@ -42,6 +42,15 @@ def test_a_diagnosis_beside_a_run_is_its_own(tmp_path: Path) -> None:
     assert len(subject.select("kappa")) == 2 * len(make.POSITIONS)
 
 
+def test_runs_that_start_from_other_weights_are_no_seeds_of_one_variant(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        make.write_run(tmp_path / f"plain-{seed}", seed=seed)
+    for name in ("a", "b"):
+        make.write_run(tmp_path / f"tuned-{name}", recipe=f'start_from = "{name}"\n')
+    groups = read_material([tmp_path]).groups()
+    assert sorted(len(of) for of in groups.values()) == [1, 1, 2]
+
+
 def test_a_study(tmp_path: Path) -> None:
     study_runner.run(catalogue.get("skip-ablation"), tmp_path)
     material = read_material([tmp_path / "out"])
