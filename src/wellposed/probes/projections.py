@@ -114,12 +114,9 @@ def attention_projections(block: Block) -> AttentionProjections:
     sources: dict[str, Tensor] = {}
     for letters, layer in layers.items():
         assert layer is not None
-        if is_parametrized(
-            layer
-        ):  # its weight is another tensor at each look, so its input is not recognised
-            raise ValueError(
-                f"expected plain weights in {name}, got a parametrization; remove it to measure."
-            )
+        # Of a parametrization the weight is another tensor at each look: nobody can tell who uses it.
+        if is_parametrized(layer):
+            raise ValueError(f"expected plain weights in {name}, got a parametrization; remove it first.")
         bias = _bias(attention, letters, layer)
         sources[letters] = layer.weight
         maps |= _unpacked(letters, layer.weight, bias)
