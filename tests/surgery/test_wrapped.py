@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -60,8 +59,6 @@ def test_data_parallel(edit) -> None:
 
 @every_edit
 def test_sharded(edit, one_process) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     model = BY_NAME["timm vit"].model()
     mesh = dist.init_device_mesh("cpu", (1,))
     fully_shard(model.blocks[0], mesh=mesh)
@@ -83,7 +80,7 @@ def test_edits_may_be_read_off_a_wrapped_model() -> None:
 
 
 def test_a_monitor_leaves_what_is_wrapped_over_an_edit(one_process) -> None:
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = dist.init_device_mesh("cpu", (1,))
     model = BY_NAME["timm vit"].model()
     wp.gray_tokens(model, 0.7, where="blocks", blocks=0)
     for block in model.blocks:

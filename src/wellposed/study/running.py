@@ -154,9 +154,8 @@ def folders(
 
 
 def _check(data: Sequence[str], seeds: Sequence[int] | None, changes: Mapping[str, Any]) -> None:
-    for name in ("data", "seed"):
+    for name, option in {"data": "--data", "seed": "--seeds"}.items():
         if name in changes:
-            option = {"data": "--data", "seed": "--seeds"}[name]
             raise ValueError(
                 f"expected changes of what all runs share, got {name}={changes[name]}, which tells them "
                 f"apart; say {option}."
