@@ -25,7 +25,7 @@ ENDED = ("finished", "nonfinite")
 Key = tuple[str, bool]
 """The name of a run, and whether it stands there as a trial."""
 
-_RESULT = ("updates", "seconds", "images_per_second", "train", "test", "best", "nonfinite")
+_RESULT = ("updates", "seconds", "images_per_second", "train", "test", "best", "nonfinite", "collapsed")
 _NAMES = {field.name for field in dataclasses.fields(RunRecord)}
 
 

@@ -15,7 +15,7 @@ from wellposed.train.recipe import Recipe
 from wellposed.train.run_folder import default_folder
 from wellposed.train.sweep.progress import is_finished, read_result
 
-LATER: tuple[str, ...] = ("mix_probability",)
+LATER: tuple[str, ...] = ("mix_probability", "collapse_patience")
 """Fields that recipes got after the first records were kept. Left at their default they do nothing, so the
 names of runs without them stay what they were, and their records stay valid."""
 

@@ -176,7 +176,7 @@ def _train(
             if is_first:
                 exporter("last", last)
                 _draw(folder, task, images, recipe, prepared)
-            reporter.event("finished", update=loop.updates)
+            reporter.event("finished", update=loop.progress.update)
         summary = reporter.write_result(about) | {"status": status}
         table = reporter.table()
     wait_for_all()  # what the first process writes is there when any of them returns

@@ -148,6 +148,9 @@ class Loop:
         self._end_epoch_of_before()
         try:
             for update, passes in batches:
+                if 0 < self.recipe.collapse_patience <= self.progress.collapsed:
+                    self._tell_collapse()
+                    break
                 norm = self.update(update, passes, sums)
                 done = self.progress.update = update + 1
                 self.reporter.advance(done)
@@ -357,6 +360,15 @@ class Loop:
             ema_accuracy=None if averaged is None else averaged.accuracy,
             best=self.saver.consider(tested, averaged, self.progress),
             **{"nonfinite": tested.nonfinite} if tested.nonfinite else {},
+        )
+        is_low = tested.accuracy is not None and 2 * tested.accuracy < (self.progress.best or 0.0)
+        self.progress.collapsed = self.progress.collapsed + 1 if is_low else 0
+
+    def _tell_collapse(self) -> None:
+        self.reporter.event("collapsed", update=self.progress.update)
+        self.reporter.warn(
+            f"ended after update {self.progress.update} of {self.updates}: the last {self.progress.collapsed} "
+            f"tests had less than half of the best accuracy, {self.progress.best:.1%}."
         )
 
     def _test(self, forward: Any, module: nn.Module) -> Tested:

@@ -15,7 +15,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "epochs", "batch_size", "accumulate", "eval_every", "log_every", "checkpoint_every", "keep",
         "limit", "image_size", "patch_size", "decoder_depth", "decoder_width", "target_kappa")),
     ("at least 0", lambda value: value >= 0, (
-        "seed", "workers", "monitor_every", "warmup_epochs", "min_lr", "weight_decay", "crop_padding",
+        "seed", "workers", "monitor_every", "collapse_patience", "warmup_epochs", "min_lr", "weight_decay", "crop_padding",
         "mixup", "cutmix", "uniform_heads")),
     ("in [0, 1]", lambda value: 0 <= value <= 1, (
         "flip", "erase", "smoothing", "drop_path", "color_jitter", "ema", "mix_probability")),
@@ -62,6 +62,8 @@ def check_together(recipe: "Recipe") -> None:
         )
     if recipe.task == "mae" and (recipe.mixup or recipe.cutmix):
         raise ValueError("task=mae has no labels to mix; leave mixup and cutmix out.")
+    if recipe.task == "mae" and recipe.collapse_patience:
+        raise ValueError("task=mae has no accuracy that could collapse; leave collapse_patience out.")
     if recipe.mix_probability != 1 and recipe.mixup == 0 and recipe.cutmix == 0:
         raise ValueError("mix_probability does nothing alone; add mixup or cutmix, or leave it out.")
     if recipe.warmup_epochs is not None and recipe.warmup_epochs >= recipe.epochs:

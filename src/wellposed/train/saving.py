@@ -38,6 +38,8 @@ class Progress:
     monitor_every: int | None = None
     tested: int = 0
     """The last epoch whose end is dealt with: its test, or that it has none."""
+    collapsed: int = 0
+    """Tests in a row, up to the last one, with less than half of the best accuracy."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "starts": sum(line["event"] in ("start", "resume") for line in lines),
         "nonfinite": len(_of(lines, "nonfinite")),
         "rollbacks": len(_of(lines, "rollback")),
+        "collapsed": bool(_of(lines, "collapsed")),
     }
 
 

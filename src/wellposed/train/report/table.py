@@ -71,6 +71,8 @@ def end_table(recipe: Recipe, summary: Mapping[str, Any], about: Mapping[str, An
     for name, word in (("nonfinite", "non-finite"), ("rollbacks", "rollbacks")):
         if summary[name]:
             rows.append((word, str(summary[name])))
+    if summary["collapsed"]:
+        rows.append(("collapsed", "ended early, see collapse_patience"))
     present = [name for name in FILES if (folder / name).exists()]
     named = aligned([(name, FILES[name]) for name in present]) if present else ""
     rows.append(("files", f"{folder}\n{named}".rstrip()))
@@ -79,7 +81,8 @@ def end_table(recipe: Recipe, summary: Mapping[str, Any], about: Mapping[str, An
 
 def _epochs(recipe: Recipe, summary: Mapping[str, Any]) -> str:
     updates = f"{summary['updates']:,} updates"
-    return f"{recipe.epochs} ({updates})" if summary["finished"] else f"of {recipe.epochs}: {updates}"
+    is_whole = summary["finished"] and not summary["collapsed"]
+    return f"{recipe.epochs} ({updates})" if is_whole else f"of {recipe.epochs}: {updates}"
 
 
 def _results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
