@@ -51,6 +51,10 @@ def test_a_run_that_ends_below_its_own_trial_is_told() -> None:
     assert told.endswith("another setting stands for it.")
     (told,) = broken_runs(runs(19.3, seed=1))
     assert told.endswith("the seed that chooses did not.")
+    ended = runs(19.3)
+    ended.runs[-2].result.update(collapsed=True, test={"accuracy": 0.193, "epoch": 55})
+    (told,) = broken_runs(ended)
+    assert "19.3 when it was ended after epoch 55 and 49.2 in its short trial" in told
     # Less than what one seed can tell is no break.
     assert not broken_runs(runs(48.0))
 

@@ -91,8 +91,10 @@ def broken_runs(records: StudyRecords) -> list[str]:
             then = "so did all others, and the best trial's stands"
         elif run.best:
             then = "the seed that chooses did not"
+        is_short = run.result.get("collapsed")
+        when = f"when it was ended after epoch {run.result['test']['epoch']}" if is_short else "in the end"
         found.append(
-            f"{run.label}, {run.data}, seed {run.seed}: broke with {setting}, {run.accuracy:.1f} in the end "
+            f"{run.label}, {run.data}, seed {run.seed}: broke with {setting}, {run.accuracy:.1f} {when} "
             f"and {trial.accuracy:.1f} in its short trial; {then}."
         )
     return found
