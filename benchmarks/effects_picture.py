@@ -36,6 +36,7 @@ class Row:
     study: str
     variant: str
     paper: float | None = None
+    scale: str = "small"
 
 
 EDITS = (
@@ -53,7 +54,9 @@ EDITS = (
 )
 SKIPS = (
     Row("ViT, no FFN skip", "skip-ablation", "no FFN skip", -2.0),
+    Row("no FFN skip, 300 epochs", "skip-ablation", "no FFN skip", -2.0, "paper"),
     Row("ViT, no attention skip", "skip-ablation", "no attention skip", -22.0),
+    Row("no attention skip, 300 epochs", "skip-ablation", "no attention skip", -22.0, "paper"),
     Row("ConvMixer, no skip", "convmixer", "without skips", 0.0),
 )
 
@@ -73,7 +76,7 @@ class Effect:
 
 def effects(row: Row, studies: Path) -> list[Effect]:
     """Those that the study's table has; a table without any is an error."""
-    path = studies / f"{row.study}-small" / "table.csv"
+    path = studies / f"{row.study}-{row.scale}" / "table.csv"
     with path.open(newline="") as file:
         every = [line for line in csv.DictReader(file) if line["variant"] == row.variant]
     lines = [line for line in every if line["difference"]]
@@ -129,7 +132,7 @@ def main() -> None:
     figure, plots = plt.subplots(
         2,
         1,
-        figsize=(8.0, 7.2),
+        figsize=(8.0, 7.8),
         height_ratios=[len(EDITS), len(SKIPS) + 0.5],
         constrained_layout=True,
     )

@@ -365,10 +365,11 @@ class Loop:
         self.progress.collapsed = self.progress.collapsed + 1 if is_low else 0
 
     def _tell_collapse(self) -> None:
-        self.reporter.event("collapsed", update=self.progress.update)
+        update, tests, best = self.progress.update, self.progress.collapsed, self.progress.best
+        self.reporter.event("collapsed", update=update)
         self.reporter.warn(
-            f"ended after update {self.progress.update} of {self.updates}: the last {self.progress.collapsed} "
-            f"tests had less than half of the best accuracy, {self.progress.best:.1%}."
+            f"ended after update {update} of {self.updates}: the last {tests} tests were below half of the "
+            f"best accuracy, {best:.1%}."
         )
 
     def _test(self, forward: Any, module: nn.Module) -> Tested:

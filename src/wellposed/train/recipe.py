@@ -152,8 +152,7 @@ class Recipe:
         "with several processes: replicate or shard the model", free=True)
     eval_every: int = _field(1, "Run", "epochs between two tests")
     collapse_patience: int = _field(0, "Run",
-        "end a run that has collapsed: after so many tests in a row with less than half of its best accuracy; "
-        "0 never does")
+        "end a collapsed run: after so many tests in a row below half of its best accuracy; 0: never")
     monitor_every: int | None = _field(None, "Run",
         "updates between two measurements of kappa and density, 0 for none "
         "[default: 100, or so many that they take 1% of the time]", free=True)

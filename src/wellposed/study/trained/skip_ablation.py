@@ -47,8 +47,8 @@ LONGER: dict[str, Any] = LONG | {
     "collapse_patience": 4,
 }
 """At the end of 100 epochs the loss of the test images falls no more, that of the training images does. So
-three times as many have mixed images too, in half of the updates: in all of them a short run fell behind. One that breaks
-ends soon, so that the next setting can be trained."""
+three times as many have mixed images too, in half of the updates: in all of them a short run fell behind. A
+run that has broken ends, so that the next setting can be trained."""
 LEAST_LOG = 0.5
 """What ln kappa must differ by with one seed: blocks of one model differ by as much."""
 
