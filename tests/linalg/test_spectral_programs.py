@@ -44,6 +44,18 @@ def test_compiled(name):
     torch.testing.assert_close(value_and_gradient(compiled, x), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "operation", [functools.partial(gray, eps=0.7), functools.partial(gray, method="condition")]
+)
+def test_compiled_with_symbols_for_all_sizes_and_numbers(operation):
+    torch.compiler.reset()
+    compiled = torch.compile(operation, fullgraph=True, backend="aot_eager", dynamic=True)
+    for shape in ((2, 4, 7), (3, 6, 5)):
+        x = random(*shape)
+        expected = value_and_gradient(operation, x)
+        torch.testing.assert_close(value_and_gradient(compiled, x), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_compiled_for_changing_batches():
     torch.compiler.reset()
     compiled = torch.compile(OPERATIONS["short"], fullgraph=True, backend="aot_eager")

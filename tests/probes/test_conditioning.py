@@ -143,11 +143,13 @@ def test_non_finite_tokens_are_told(bad: list[int]) -> None:
         output[bad] = torch.nan
 
     model.patch_embed.register_forward_hook(spoil)
-    kappa = of(conditioning(model, VIT.input(3)), "kappa")[0, "input"]
+    records = conditioning(model, VIT.input(3))
+    kappa, deficient = (of(records, measure)[0, "input"] for measure in ("kappa", "rank deficient"))
     assert [index for index, value in enumerate(kappa.samples) if value is None] == bad
     assert kappa.images == 3 - len(bad)
     assert f"{len(bad)} of 3" in kappa.note
-    assert (kappa.status == "not measured") == (kappa.value is None) == (len(bad) == 3)
+    for record in (kappa, deficient):
+        assert (record.status == "not measured") == (record.value is None) == (len(bad) == 3)
 
 
 def test_few_spectra_many_kappas() -> None:

@@ -19,7 +19,10 @@ def chain_coefficients(
     eps: float | Tensor, floor: float, tolerance: float, device: torch.device
 ) -> tuple[Tensor, float]:
     """Coefficients (1 or B, K + 2) of the powers eps, a number or a tensor (1 or B), and their delta."""
+    # With dynamic=True torch.compile takes numbers for symbols, also those of a module; not of __float__.
+    floor, tolerance = floor.__float__(), tolerance.__float__()
     if not isinstance(eps, Tensor):
+        eps = eps.__float__()
         return _of_power(eps, floor, tolerance, device), _delta_of_power(eps, floor, tolerance)
     # The series is read off in float64, which MPS lacks, and the result rounded once.
     wide = torch.device("cpu") if device.type == "mps" else device

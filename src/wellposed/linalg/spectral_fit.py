@@ -172,8 +172,9 @@ def _check(floor: float, tolerance: float) -> None:
 
 def _unreachable(tolerance: float, floor: float, reached: float) -> ValueError:
     return ValueError(
-        f"tolerance must be at least {reached:.1e} for floor {floor:g}, got {tolerance:g}; "
-        "no chain of squarings does better: raise the tolerance, or take an SVD."
+        f"the fit's part of the tolerance must be at least {reached:.1e} for floor {floor:g}, got "
+        f"{tolerance:g}; no chain of squarings does better: raise the tolerance {reached / tolerance:.1f} "
+        "times or more, or take an SVD."
     )
 
 

@@ -97,7 +97,7 @@ def spectral_condition(
     plan = _constant_plan(x, floor, tolerance, precision)
     coefficients, delta = chain_coefficients(0.0, plan.floor, plan.fit_tolerance, x.device)
     # gain + 1 is one more on the diagonal.
-    one = torch.nn.functional.pad(torch.ones_like(coefficients[:, :1]), (0, coefficients.shape[1] - 1))
+    one = torch.nn.functional.pad(torch.ones_like(coefficients[:, :1]), (0, coefficients.size(1) - 1))
     return _apply_chain(x, coefficients + one, delta, plan, rescale=True, largest_gain=1 / plan.floor)
 
 
@@ -121,7 +121,7 @@ def _apply_chain(
         getattr(torch, plan.precision),
         keep,
         rescale,
-        wide_steps(coefficients.shape[1] - 2, delta, largest_gain),
+        wide_steps(coefficients.size(1) - 2, delta, largest_gain),
     )[0]
     return (out.mT if is_tall else out).reshape(x.shape)
 

@@ -210,13 +210,15 @@ def _records(block: Block, position: str, seen: _Seen) -> list[Record]:
     at_least = torch.cat([batch.at_least for batch in seen.batches]).cpu()
     sample = Sample(kappa, at_least)
     size = f"{seen.shape[0]} tokens x {seen.shape[1]} channels"
-    finite = max(int(kappa.isfinite().sum()), 1)
-    share = int(at_least.sum()) / finite
+    finite = int(kappa.isfinite().sum())
+    # Where no image has a kappa, none of them can be called deficient or not.
+    share = int(at_least.sum()) / finite if finite else None
     out = [
         summarize("kappa", sample, note=size, **where),
         Record(
             measure="rank deficient",
             value=share,
+            status="ok" if finite else "not measured",
             images=len(kappa),
             note="share of images whose kappa is beyond what can be told",
             **where,
