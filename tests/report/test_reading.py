@@ -97,6 +97,37 @@ def test_jacobian_rows_of_a_study(tmp_path: Path) -> None:
     ]
 
 
+def test_runs_of_a_study_say_how_they_ended(tmp_path: Path) -> None:
+    told: dict[str, Any] = {"label": "plain", "data": "digits", "fields": {}, "chosen": {}, "recipe": {}}
+    ends = [
+        ("finished", False, 0.9),
+        ("finished", True, 0.1),
+        ("nonfinite", False, 0.3),
+        ("failed", False, 0.2),
+    ]
+    runs = [
+        RunRecord(
+            **told,
+            seed=seed,
+            state=state,
+            result={"collapsed": collapsed, "test": {"accuracy": accuracy}},
+            run=str(seed),
+        )
+        for seed, (state, collapsed, accuracy) in enumerate(ends)
+    ]
+    ledger.write(tmp_path, runs, [])
+    (tmp_path / "summary.json").write_text(json.dumps({"study": "some"}))
+    material = read_material([tmp_path])
+    assert [(each.name, each.state) for each in material.subjects] == [
+        ("some: plain, seed 0", "finished"),
+        ("some: plain, seed 1 (collapsed)", "finished, collapsed"),
+        ("some: plain, seed 2 (not finished)", "not finished: nonfinite"),
+        ("some: plain, seed 3 (not finished)", "not finished: failed"),
+    ]
+    rows = read_data(report_page(material))["runs"]
+    assert [(row["n"], row["accuracy"]) for row in rows] == [(2, 50.0), (0, 30.0), (0, 20.0)]
+
+
 def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     make.write_run(tmp_path / "run")
     with (tmp_path / "run" / "run.jsonl").open("a") as file:

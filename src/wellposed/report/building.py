@@ -92,4 +92,6 @@ def _about(material: Material) -> str:
     runs = sum(each.kind == "run" for each in material.subjects)
     rest = len(material.subjects) - runs
     counts = [(runs, "run"), (rest, "diagnosis" if rest == 1 else "diagnose")]
-    return ", ".join(f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts if n)
+    told = [f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts if n]
+    left = len(material.unfinished)
+    return ", ".join([*told, f"{left} not finished"] if left else told)

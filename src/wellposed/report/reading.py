@@ -12,6 +12,7 @@ from typing import Any
 from wellposed.records import Record, read_json
 from wellposed.report.charts import finite
 from wellposed.report.environment_words import environment_text
+from wellposed.report.states import state_of_run
 from wellposed.report.studies import is_study, read_study
 from wellposed.report.subjects import (
     Conclusion,
@@ -19,6 +20,7 @@ from wellposed.report.subjects import (
     Material,
     Subject,
     edits_of,
+    with_marks,
     with_unique_names,
 )
 from wellposed.train.environment import without_secrets
@@ -52,7 +54,7 @@ def read_material(paths: Sequence[str | Path]) -> Material:
             f"expected records of runs in {', '.join(map(str, paths))}, got none that this version can read "
             f"({said_there}); the command that made them makes them again."
         )
-    return Material(tuple(with_unique_names(_grouped(subjects))), tuple(conclusions))
+    return Material(tuple(with_unique_names(with_marks(_grouped(subjects)))), tuple(conclusions))
 
 
 def _read(path: Path) -> tuple[list[Subject], list[Conclusion]]:
@@ -131,6 +133,7 @@ def read_run_folder(folder: Path) -> Subject:
     if (folder / DIAGNOSIS).is_file():
         beside = read_diagnosis(folder / DIAGNOSIS)
         records, measured_on, jacobians = beside.records, beside.measured_on, beside.jacobians  # type: ignore[assignment]
+    state = state_of_run(lines, summary)
     environment = _json(folder / "environment.json") or result.get("environment") or {}
     told = {
         "folder": folder.name,
@@ -139,7 +142,7 @@ def read_run_folder(folder: Path) -> Subject:
         "seed": recipe.get("seed"),
         "epochs": epochs,
         "precision": recipe.get("precision"),
-        "finished": "yes" if summary["finished"] else f"no, stopped at update {summary['updates']}",
+        "state": state,
         "device": (result.get("about") or {}).get("device"),
     }
     fields = {key: without_secrets(str(value)) for key, value in told.items() if value is not None}
@@ -153,6 +156,7 @@ def read_run_folder(folder: Path) -> Subject:
         recipe=recipe,
         lines=lines,
         summary=summary,
+        state=state,
         records=records,
         measured_on=measured_on,
         jacobians=jacobians,

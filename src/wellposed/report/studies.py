@@ -7,6 +7,7 @@ from typing import Any
 
 from wellposed.records import Record, from_dict
 from wellposed.report.environment_words import environment_text
+from wellposed.report.states import state as state_in_words
 from wellposed.report.subjects import Conclusion, JacobianCurve, Subject, edits_of
 from wellposed.study.compare import one_by_one
 from wellposed.study.files import SUMMARY, read_summary
@@ -47,7 +48,9 @@ def _subject(run: RunRecord, summary: Mapping[str, Any], study: str, several: bo
     # A record leaves out what is a recipe's default.
     recipe = {**Recipe().to_mapping(), **run.recipe}
     label = f"{run.label}, {run.data}" if several else run.label
-    told = {"data": run.data, "seed": str(run.seed), "state": run.state}
+    ended = {**run.result, "finished": run.state == "finished"}
+    state = state_in_words(ended, run.state)
+    told = {"data": run.data, "seed": str(run.seed), "state": state}
     return Subject(
         name=f"{study}: {label}, seed {run.seed}",
         group=f"{study}: {label}",
@@ -57,7 +60,8 @@ def _subject(run: RunRecord, summary: Mapping[str, Any], study: str, several: bo
         key=(study, str(recipe.get("model")), run.data),
         recipe=recipe,
         lines=[event for point in run.curve for event in _events(point)],
-        summary={**run.result, "finished": run.state == "finished"},
+        summary=ended,
+        state=state,
         records=_records(run.measured),
         measured_on=f"study {study}, {_weights(run.measured)} weights" if run.measured else "",
         jacobians=_jacobians(run.measured, run.label),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from wellposed.records import Record
+from wellposed.report.states import NOT_FINISHED, mark
 
 _LEFT_TO_RIGHT = ("L", "EN", "ES", "ET", "CS", "NSM", "B", "S", "WS", "ON", "")
 
@@ -41,7 +42,8 @@ class Subject:
         key: of what else must be equal to tell what the edits changed: model and data.
         recipe: of a run, plain values.
         lines: of ``run.jsonl`` that count; each has ``epoch`` where it is known.
-        summary: as :func:`wellposed.train.report.summarise` gives it.
+        summary: as :func:`wellposed.train.report.summarise` gives it; empty for a diagnosis.
+        state: how a run ended, in words.
         records: of a diagnosis, of a study, or of the monitor's last look.
         measured_on: in words, where the records come from.
         jacobians: spectra that are no records.
@@ -57,6 +59,7 @@ class Subject:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     lines: Sequence[Mapping[str, Any]] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
+    state: str = ""
     records: tuple[Record, ...] = ()
     measured_on: str = ""
     jacobians: tuple[JacobianCurve, ...] = ()
@@ -65,6 +68,11 @@ class Subject:
 
     def select(self, measure: str) -> list[Record]:
         return [record for record in self.records if record.measure == measure]
+
+    @property
+    def counts(self) -> bool:
+        """Whether it belongs in a mean: a run that is not finished does not."""
+        return mark(self.summary) != NOT_FINISHED
 
     @property
     def test(self) -> Mapping[str, Any]:
@@ -86,6 +94,10 @@ class Material:
 
     subjects: tuple[Subject, ...]
     conclusions: tuple[Conclusion, ...] = ()
+
+    @property
+    def unfinished(self) -> list[Subject]:
+        return [subject for subject in self.subjects if not subject.counts]
 
     def groups(self) -> dict[str, list[Subject]]:
         found: dict[str, list[Subject]] = {}
@@ -110,6 +122,18 @@ def with_unique_names(subjects: Sequence[Subject]) -> list[Subject]:
         taken.add(name)
         named.append(replace(subject, name=name, group=subject.group or name))
     return named
+
+
+def with_marks(subjects: Sequence[Subject]) -> list[Subject]:
+    """Runs that are not whole say so in their name, which every chart, table and menu shows.
+
+    >>> with_marks([Subject(name="a", kind="run", summary={"finished": False})])[0].name
+    'a (not finished)'
+    """
+    return [
+        replace(each, name=f"{each.name} ({said})") if (said := mark(each.summary)) else each
+        for each in subjects
+    ]
 
 
 def isolated(name: str) -> str:
