@@ -5,6 +5,7 @@ import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ import report_material as make
 from wellposed.probes.diagnosis import Diagnosis
 from wellposed.report import LIMIT, read_data, read_material, report_page
 from wellposed.report.charts import picked
+from wellposed.report.packing import pack, unpacked
 from wellposed.report.page import LIBRARIES
 from wellposed.report.thinning import thin
+
+STUDIES = Path(__file__).parents[2] / "results" / "studies"
 
 
 @pytest.fixture
@@ -253,6 +257,54 @@ def test_a_long_run_is_thinned_and_says_so(tmp_path: Path) -> None:
     assert all(row["value"] == losses[row["update"]] for row in shown)
     values = [row["value"] for row in shown]
     assert (min(values), max(values)) == (min(losses.values()), max(losses.values()))
+
+
+def test_all_studies_of_the_repository_fit_into_one_page() -> None:
+    material = read_material([STUDIES])
+    page = report_page(material)
+    assert len(material.subjects) > 1000
+    assert len(page.encode()) <= LIMIT
+    kappas = [
+        record.value
+        for subject in material.subjects
+        for record in subject.select("kappa")
+        if record.block is not None and record.head is None and record.value
+    ]
+    rows = read_data(page)["conditioning"]
+    assert [row["kappa"] for row in rows] == kappas
+    assert [row["ln_kappa"] for row in rows] == list(map(math.log, kappas))
+
+
+def test_where_nothing_else_is_left_one_run_of_a_variant_is_shown(tmp_path: Path) -> None:
+    for seed in range(3):
+        make.write_run(tmp_path / f"plain{seed}", seed=seed, end=("finished",) if seed else ())
+        make.write_run(tmp_path / f"grayed{seed}", seed=seed, recipe='graying = "dct"\n')
+    material = read_material([tmp_path])
+    whole = report_page(material)
+    small = report_page(material, limit=len(whole.encode()) - 4000)
+    data = read_data(small)
+    shown = {"plain1", "grayed0"}  # plain0 is not finished
+    assert {row["run"] for row in data["conditioning"]} == {row["run"] for row in data["training"]} == shown
+    assert data["runs"] == read_data(whole)["runs"]
+    assert _text(small).count("Of each variant one run is in this section") == 3
+    assert "one run is in this section" not in _text(whole)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        [None] * 5,
+        [1.5, 1.5, 1.5, 1.5, 2, None, None, None, None],
+        [0, 1, 2, 3],
+        ["a", "a", "a", "a", "b", ""],
+        ["a", None, None, None, None, None, "a"],
+    ],
+)
+def test_a_packed_column_is_as_it_was(values: list[Any]) -> None:
+    told = pack(values)
+    assert unpacked([{"key": "x", **told}]) == {"x": values}
+    assert len(json.dumps(told.get("repeats", []))) <= len(json.dumps(values))
 
 
 def test_a_page_that_cannot_be_small_enough_is_an_error(paths: list[Path]) -> None:

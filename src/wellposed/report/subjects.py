@@ -99,6 +99,11 @@ class Material:
     def unfinished(self) -> list[Subject]:
         return [subject for subject in self.subjects if not subject.counts]
 
+    def one_of_each(self) -> "Material":
+        """Of each variant its first run, one that is finished before one that is not."""
+        chosen = {min(of, key=lambda subject: not subject.counts).name for of in self.groups().values()}
+        return replace(self, subjects=tuple(each for each in self.subjects if each.name in chosen))
+
     def groups(self) -> dict[str, list[Subject]]:
         found: dict[str, list[Subject]] = {}
         for subject in self.subjects:
