@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.records import Record, from_dict
+from wellposed.report.damage import Damage, json_object, torn_lines
 from wellposed.report.environment_words import environment_text
 from wellposed.report.states import state as state_in_words
-from wellposed.report.subjects import Conclusion, JacobianCurve, Subject, edits_of
+from wellposed.report.subjects import Conclusion, Found, JacobianCurve, Subject, edits_of
 from wellposed.study.compare import one_by_one
-from wellposed.study.files import SUMMARY, read_summary
+from wellposed.study.files import SUMMARY
 from wellposed.study.ledger import RECORDS
 from wellposed.study.ledger import read as read_records
 from wellposed.study.plan import RunRecord
@@ -24,10 +25,13 @@ def is_study(folder: Path) -> bool:
     return (folder / RECORDS).is_file() and (folder / SUMMARY).is_file()
 
 
-def read_study(folder: Path) -> tuple[list[Subject], list[Conclusion]]:
+def read_study(folder: Path) -> Found:
     """A subject for each run that stands for its variant, and what the study concluded."""
-    summary = read_summary(folder)
-    runs, alone, strange = read_records(folder)
+    damage: list[Damage] = []
+    summary = json_object(folder / SUMMARY, damage)
+    torn: list[int] = []
+    runs, alone, strange = read_records(folder, torn)
+    damage += torn_lines(folder / RECORDS, torn)
     study = str(summary.get("study", folder.name))
     shown = [run for run in runs if run.best and run.reported and not run.trial]
     several = len({run.data for run in shown}) > 1
@@ -41,7 +45,8 @@ def read_study(folder: Path) -> tuple[list[Subject], list[Conclusion]]:
         said += f" ({len(strange)} records of another version of wellposed are left out)"
     if claims:
         said += ":"
-    return subjects, [Conclusion(said.strip(), tuple(claims))]
+    is_told = bool(summary or strange)  # a summary that cannot be read concludes nothing
+    return Found(subjects, [Conclusion(said.strip(), tuple(claims))] if is_told else [], damage)
 
 
 def _subject(run: RunRecord, summary: Mapping[str, Any], study: str, several: bool) -> Subject:

@@ -3,9 +3,10 @@
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from wellposed.records import Record
+from wellposed.report.damage import Damage
 from wellposed.report.states import NOT_FINISHED, mark
 
 _LEFT_TO_RIGHT = ("L", "EN", "ES", "ET", "CS", "NSM", "B", "S", "WS", "ON", "")
@@ -88,12 +89,21 @@ class Conclusion:
     claims: tuple[str, ...] = ()
 
 
+class Found(NamedTuple):
+    """What a path holds."""
+
+    subjects: list[Subject]
+    conclusions: list[Conclusion]
+    damage: list[Damage]
+
+
 @dataclass(frozen=True)
 class Material:
-    """Everything that a report is made from: the subjects, and what studies concluded."""
+    """Everything that a report is made from: subjects, what studies concluded, and what cannot be read."""
 
     subjects: tuple[Subject, ...]
     conclusions: tuple[Conclusion, ...] = ()
+    damage: tuple[Damage, ...] = ()
 
     @property
     def unfinished(self) -> list[Subject]:

@@ -53,6 +53,7 @@ def verdict(material: Material) -> dict[str, list[Sentence]]:
     groups = material.groups()
     counted = _counted(groups)
     parts: dict[str, list[Sentence]] = {
+        "What could not be read": [(Name(each.path), f": {each.what}") for each in material.damage],
         "What is worst": list(_worst(groups)),
         "What the edits changed": list(_changes(counted)),
         "What the studies say": [(each.sentence, Listed(each.claims)) for each in material.conclusions],
