@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,13 @@ def write_run(
     blocks: int = 2,
     recipe: str = "",
     data: str = "digits",
+    end: Sequence[str] = ("finished",),
 ) -> list[dict[str, Any]]:
-    """The folder of a run, as ``wellposed train`` leaves it; returns its lines."""
+    """The folder of a run, as ``wellposed train`` leaves it; returns its lines.
+
+    Args:
+        end: the events after the last numbers.
+    """
     folder.mkdir(parents=True)
     text = (
         f'model = "test_vit"\ndata = {json.dumps(data)}\nepochs = {epochs}\nseed = {seed}\npatch_size = 2\n'
@@ -89,7 +95,7 @@ def write_run(
             test = {"epoch": update // per_epoch, "loss": 1.0 / update + 0.2, "accuracy": 0.9 - 1.0 / update}
             test["accuracy"] += 0.01 * seed
             lines.append({"event": "test", "update": update, **test, "best": True})
-    lines.append({"event": "finished", "update": updates})
+    lines += [{"event": event, "update": updates} for event in end]
     (folder / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     environment = {"command": ["wellposed", "train"], "git": {"commit": "c0ffee", "changed": False}}
     (folder / "environment.json").write_text(json.dumps(environment | {"packages": {"torch": "2.11"}}))

@@ -1,6 +1,7 @@
 """The page in Chromium: it opens, the click and the sort work, nothing leaves it, and names stay text."""
 
 import contextlib
+import csv
 import itertools
 import shutil
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 
 import report_material as make
 from wellposed.probes.diagnosis import Diagnosis
-from wellposed.report import read_material, report_page
+from wellposed.report import read_data, read_material, report_page
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
@@ -139,6 +140,26 @@ def test_charts_can_be_saved(browser: Any, report: Path, tmp_path: Path, kind: s
         if kind == "CSV":
             assert content.count(b"\r\n") == 1 + 2 * 2 * len(make.POSITIONS) + 2 * 2 * 3
             assert b",1018," in content
+
+
+def test_the_browser_unpacks_what_python_does(browser: Any, report: Path, tmp_path: Path) -> None:
+    with opened(browser, report) as page:
+        with page.expect_download() as waiting:
+            page.locator("#conditioning > .tools [data-save=CSV]").click()
+        waiting.value.save_as(tmp_path / "saved.csv")
+    with (tmp_path / "saved.csv").open(newline="", encoding="utf-8") as file:
+        saved = list(csv.DictReader(file))
+    rows = read_data(report.read_text(encoding="utf-8"))["conditioning"]
+    assert len(saved) == len(rows)
+    for told, row in zip(saved, rows, strict=True):
+        assert (told["run"], told["position"], int(told["block"])) == (
+            row["run"],
+            row["position"],
+            row["block"],
+        )
+        assert float(told["kappa"]) == row["kappa"]
+        assert float(told["ln kappa"]) == pytest.approx(row["ln_kappa"], rel=1e-15)
+        assert told["lower quartile"] == ("" if row["low"] is None else f"{row['low']:g}")
 
 
 def test_light_dark_and_the_phone(browser: Any, report: Path) -> None:

@@ -103,6 +103,18 @@ def test_the_command(tmp_path: Path) -> None:
     assert "there is no" in missing.output
 
 
+def test_the_command_names_damaged_files(tmp_path: Path) -> None:
+    for name in ("damaged", "whole"):
+        make.write_run(tmp_path / "runs" / name)
+    path = tmp_path / "runs" / "damaged" / "result.json"
+    path.write_text("{")
+    out = tmp_path / "page.html"
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "runs"), "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    assert f"warning: {path}: expected a JSON object" in result.output
+    assert {row["run"] for row in read_data(out.read_text())["training"]} == {"damaged", "whole"}
+
+
 def test_a_diagnosis_as_page_and_in_a_notebook(tmp_path: Path) -> None:
     diagnosis = Diagnosis(tuple(make.records()), {"model": "a<b", "images": 4})
     page = diagnosis.to_html(tmp_path / "d.html")

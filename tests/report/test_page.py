@@ -5,6 +5,7 @@ import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ import report_material as make
 from wellposed.probes.diagnosis import Diagnosis
 from wellposed.report import LIMIT, read_data, read_material, report_page
 from wellposed.report.charts import picked
+from wellposed.report.packing import pack, unpacked
 from wellposed.report.page import LIBRARIES
 from wellposed.report.thinning import thin
+
+STUDIES = Path(__file__).parents[2] / "results" / "studies"
 
 
 @pytest.fixture
@@ -115,6 +119,68 @@ def test_side_by_side_has_means_and_deviations(paths: list[Path]) -> None:
     assert rows["diagnosed"]["ln_kappa"] == math.log(1018)
 
 
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ((), "running or killed at update 20"),
+        (("terminated", "note"), "stopped by a signal at update 20"),
+        (("nonfinite", "warning", "checkpoint", "note"), "stopped by a loss that is not finite at update 20"),
+        (("error",), "stopped by an error at update 20"),
+    ],
+)
+def test_a_run_that_is_not_finished_counts_in_no_mean(
+    tmp_path: Path, end: tuple[str, ...], said: str
+) -> None:
+    for seed in (0, 1):
+        make.write_run(tmp_path / f"plain{seed}", seed=seed)
+        make.write_run(tmp_path / f"grayed{seed}", seed=seed, recipe='graying = "dct"\n')
+    make.write_run(tmp_path / "plain2", seed=2, per_epoch=2, end=())
+    stopped = make.write_run(tmp_path / "plain3", seed=3, epochs=2, end=end)
+    (tmp_path / "plain3" / "recipe.toml").write_text((tmp_path / "plain0" / "recipe.toml").read_text())
+    page = report_page(read_material([tmp_path]))
+    rows = {row["name"]: row for row in read_data(page)["runs"]}
+    whole, part = rows["no edits"], rows["plain3 (not finished)"]
+    assert (whole["n"], whole["state"]) == (2, "")
+    assert whole["accuracy"] == pytest.approx(90.5 - 100 / 30)
+    assert whole["accuracy_deviation"] == pytest.approx(1 / math.sqrt(2))
+    last = next(line for line in reversed(stopped) if line["event"] == "test")
+    assert (part["n"], part["accuracy"]) == (0, 100 * last["accuracy"])
+    assert part["state"] == f"not finished: {said}"
+    assert "plain3 (not finished)" in {row["run"] for row in read_data(page)["training"]}
+    text = _text(page)
+    assert "6 runs, 2 not finished" in text
+    assert "2 runs are not finished and left out of n, mean and deviation" in text
+    assert "(+0.00 points, n = 2 and 2)" in text
+
+
+def test_a_variant_of_which_nothing_is_finished_is_shown(tmp_path: Path) -> None:
+    make.write_run(tmp_path / "plain")
+    make.write_run(tmp_path / "grayed", recipe='graying = "dct"\n', end=())
+    page = report_page(read_material([tmp_path]))
+    rows = {row["name"]: row for row in read_data(page)["runs"]}
+    assert {name: row["n"] for name, row in rows.items()} == {"plain": 1, "grayed (not finished)": 0}
+    assert "beside" not in _text(page)
+    assert "1 run did not finish and counts in no mean" in _text(page)
+
+
+def test_a_run_that_has_collapsed_counts_and_is_marked(tmp_path: Path) -> None:
+    make.write_run(tmp_path / "plain0")
+    make.write_run(tmp_path / "plain1", seed=1, end=("collapsed", "warning", "finished"))
+    page = report_page(read_material([tmp_path]))
+    (row,) = read_data(page)["runs"]
+    assert (row["n"], row["state"]) == (2, "1 of 2 collapsed")
+    assert row["accuracy"] == pytest.approx(90.5 - 100 / 30)
+    assert {row["run"] for row in read_data(page)["training"]} == {"plain0", "plain1 (collapsed)"}
+    states = {row["run"]: row["value"] for row in read_data(page)["provenance"] if row["field"] == "state"}
+    assert states == {"plain0": "finished", "plain1 (collapsed)": "finished, collapsed"}
+
+
+def test_runs_that_are_all_finished_have_no_column_of_states(paths: list[Path]) -> None:
+    page = report_page(read_material(paths))
+    assert all("state" not in row for row in read_data(page)["runs"])
+    assert "not finished" not in _text(page)
+
+
 def test_verdict_names_the_worst_place_and_the_change(paths: list[Path]) -> None:
     page = _text(report_page(read_material(paths)))
     assert "In diagnosed the worst place is block 1, attention.branch: kappa 1,018" in page
@@ -191,6 +257,54 @@ def test_a_long_run_is_thinned_and_says_so(tmp_path: Path) -> None:
     assert all(row["value"] == losses[row["update"]] for row in shown)
     values = [row["value"] for row in shown]
     assert (min(values), max(values)) == (min(losses.values()), max(losses.values()))
+
+
+def test_all_studies_of_the_repository_fit_into_one_page() -> None:
+    material = read_material([STUDIES])
+    page = report_page(material)
+    assert len(material.subjects) > 1000
+    assert len(page.encode()) <= LIMIT
+    kappas = [
+        record.value
+        for subject in material.subjects
+        for record in subject.select("kappa")
+        if record.block is not None and record.head is None and record.value
+    ]
+    rows = read_data(page)["conditioning"]
+    assert [row["kappa"] for row in rows] == kappas
+    assert [row["ln_kappa"] for row in rows] == list(map(math.log, kappas))
+
+
+def test_where_nothing_else_is_left_one_run_of_a_variant_is_shown(tmp_path: Path) -> None:
+    for seed in range(3):
+        make.write_run(tmp_path / f"plain{seed}", seed=seed, end=("finished",) if seed else ())
+        make.write_run(tmp_path / f"grayed{seed}", seed=seed, recipe='graying = "dct"\n')
+    material = read_material([tmp_path])
+    whole = report_page(material)
+    small = report_page(material, limit=len(whole.encode()) - 4000)
+    data = read_data(small)
+    shown = {"plain1", "grayed0"}  # plain0 is not finished
+    assert {row["run"] for row in data["conditioning"]} == {row["run"] for row in data["training"]} == shown
+    assert data["runs"] == read_data(whole)["runs"]
+    assert _text(small).count("Of each variant one run is in this section") == 3
+    assert "one run is in this section" not in _text(whole)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        [None] * 5,
+        [1.5, 1.5, 1.5, 1.5, 2, None, None, None, None],
+        [0, 1, 2, 3],
+        ["a", "a", "a", "a", "b", ""],
+        ["a", None, None, None, None, None, "a"],
+    ],
+)
+def test_a_packed_column_is_as_it_was(values: list[Any]) -> None:
+    told = pack(values)
+    assert unpacked([{"key": "x", **told}]) == {"x": values}
+    assert len(json.dumps(told.get("repeats", []))) <= len(json.dumps(values))
 
 
 def test_a_page_that_cannot_be_small_enough_is_an_error(paths: list[Path]) -> None:

@@ -97,6 +97,37 @@ def test_jacobian_rows_of_a_study(tmp_path: Path) -> None:
     ]
 
 
+def test_runs_of_a_study_say_how_they_ended(tmp_path: Path) -> None:
+    told: dict[str, Any] = {"label": "plain", "data": "digits", "fields": {}, "chosen": {}, "recipe": {}}
+    ends = [
+        ("finished", False, 0.9),
+        ("finished", True, 0.1),
+        ("nonfinite", False, 0.3),
+        ("failed", False, 0.2),
+    ]
+    runs = [
+        RunRecord(
+            **told,
+            seed=seed,
+            state=state,
+            result={"collapsed": collapsed, "test": {"accuracy": accuracy}},
+            run=str(seed),
+        )
+        for seed, (state, collapsed, accuracy) in enumerate(ends)
+    ]
+    ledger.write(tmp_path, runs, [])
+    (tmp_path / "summary.json").write_text(json.dumps({"study": "some"}))
+    material = read_material([tmp_path])
+    assert [(each.name, each.state) for each in material.subjects] == [
+        ("some: plain, seed 0", "finished"),
+        ("some: plain, seed 1 (collapsed)", "finished, collapsed"),
+        ("some: plain, seed 2 (not finished)", "not finished: nonfinite"),
+        ("some: plain, seed 3 (not finished)", "not finished: failed"),
+    ]
+    rows = read_data(report_page(material))["runs"]
+    assert [(row["n"], row["accuracy"]) for row in rows] == [(2, 50.0), (0, 30.0), (0, 20.0)]
+
+
 def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     make.write_run(tmp_path / "run")
     with (tmp_path / "run" / "run.jsonl").open("a") as file:
@@ -121,6 +152,65 @@ def test_what_is_no_diagnosis(tmp_path: Path, content: str | None, message: str)
         path.write_text(content)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         read_material([path])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "shown"),
+    [
+        ("result.json", '{"finished": tr', ["damaged", "whole"]),
+        ("result.json", "[]", ["damaged", "whole"]),
+        ("environment.json", "\0\0", ["damaged", "whole"]),
+        ("diagnosis.json", "nonsense", ["damaged", "whole"]),
+        ("recipe.toml", "epochs = ", ["whole"]),
+        ("run.jsonl", '{"event": "train", "update": 1}\n{"event": "train", "update": "two"}\n', ["whole"]),
+    ],
+)
+def test_a_damaged_file_is_named_and_hides_no_other_run(
+    tmp_path: Path, name: str, content: str, shown: list[str]
+) -> None:
+    make.write_run(tmp_path / "runs" / "damaged", recipe='graying = "dct"\n')
+    make.write_run(tmp_path / "runs" / "whole")
+    (tmp_path / "runs" / "damaged" / name).write_text(content)
+    material = read_material([tmp_path / "runs"])
+    assert [each.name for each in material.subjects] == shown
+    (damage,) = material.damage
+    assert damage.path == str(tmp_path / "runs" / "damaged" / name)
+    page = report_page(material)
+    assert "What could not be read" in page
+    assert str(tmp_path / "runs" / "damaged" / name) in page
+    if shown == ["whole"]:
+        with pytest.raises(ValueError, match=rf"damaged/{name}: expected"):
+            read_material([tmp_path / "runs" / "damaged"])
+
+
+def test_torn_lines_of_a_run_are_named(tmp_path: Path) -> None:
+    lines = make.write_run(tmp_path / "torn")
+    make.write_run(tmp_path / "whole", recipe='graying = "dct"\n')
+    path = tmp_path / "torn" / "run.jsonl"
+    written = path.read_text().splitlines()
+    written[2], written[4] = written[2][:9], "\0"
+    path.write_text("\n".join(written) + "\n")
+    material = read_material([tmp_path])
+    assert list(map(str, material.damage)) == [f"{path}: lines 3, 5 are torn and left out."]
+    assert str(path) in report_page(material)
+    assert [each.name for each in material.subjects] == ["torn", "whole"]
+    assert len(material.subjects[0].lines) == len(lines)  # two of them say that they are torn
+
+
+def test_a_torn_record_of_a_study_hides_no_other(tmp_path: Path) -> None:
+    told: dict[str, Any] = {"data": "digits", "fields": {}, "chosen": {}, "recipe": {}, "result": {}}
+    runs = [RunRecord(label="plain", seed=seed, state="finished", **told, run=str(seed)) for seed in (0, 1)]
+    ledger.write(tmp_path, runs, [])
+    with (tmp_path / "records.jsonl").open("a") as file:
+        file.write('{"label": "pl')
+    (tmp_path / "summary.json").write_text('{"study": ')
+    material = read_material([tmp_path])
+    assert len(material.subjects) == 2
+    assert material.conclusions == ()
+    assert [Path(each.path).name for each in material.damage] == ["summary.json", "records.jsonl"]
+    assert material.damage[1].what == "line 3 is torn and left out."
+    with pytest.raises(ValueError, match=r"line 3 of .*records\.jsonl"):  # a study must not go on without it
+        ledger.read(tmp_path)
 
 
 def test_an_empty_folder_and_nothing_at_all(tmp_path: Path) -> None:

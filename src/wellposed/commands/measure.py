@@ -154,6 +154,8 @@ def report(
         from wellposed.report.page import write
 
         material = read_material(paths)
+        for damage in material.damage:
+            typer.secho(f"warning: {damage}", err=True, fg=typer.colors.YELLOW)
         if static is not None:
             from wellposed.report.static import write_static
 

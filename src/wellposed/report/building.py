@@ -1,6 +1,7 @@
 """From material to a page that stays below its size."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,22 @@ from wellposed.report.verdict import verdict
 LIMIT = 2_000_000
 """Bytes of a page."""
 
-Part = Callable[[Material, Budget], Section | Missing | None]
+ONE_OF_EACH = (
+    "Of each variant one run is in this section, to keep the page small; report fewer runs together to see "
+    "the others."
+)
+Made = Section | Missing | None
+Part = Callable[[Material, Budget], Made]
+
+
+_OF_EACH_RUN: tuple[Part, ...] = (
+    conditioning_section,
+    density_section,
+    bounds_section,
+    jacobian_section,
+    training_section,
+    rest_section,
+)
 
 
 def sections(
@@ -42,9 +58,18 @@ def sections(
         rest_section,
         provenance_section,
     )
-    made = [part(material, budget) for part in parts]
+    made = [_made(part, material, budget) for part in parts]
     found = [each for each in made if isinstance(each, Section)]
     return found, [each for each in made if isinstance(each, Missing)]
+
+
+def _made(part: Part, material: Material, budget: Budget) -> Made:
+    """A section; one that has rows for each run is of one run a variant, where the budget asks for it."""
+    shown = material if budget.seeds or part not in _OF_EACH_RUN else material.one_of_each()
+    made = part(shown, budget)
+    if isinstance(made, Section) and len(shown.subjects) < len(material.subjects):
+        return replace(made, thinned=f"{made.thinned} {ONE_OF_EACH}".strip())
+    return made
 
 
 def report_page(
@@ -92,4 +117,6 @@ def _about(material: Material) -> str:
     runs = sum(each.kind == "run" for each in material.subjects)
     rest = len(material.subjects) - runs
     counts = [(runs, "run"), (rest, "diagnosis" if rest == 1 else "diagnose")]
-    return ", ".join(f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts if n)
+    told = [f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts if n]
+    left = len(material.unfinished)
+    return ", ".join([*told, f"{left} not finished"] if left else told)

@@ -13,11 +13,19 @@ Cell = str | int | float | None
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """Of a table; ``title`` is for people, ``key`` for the chart."""
+    """Of a table.
+
+    Args:
+        key: for the chart.
+        title: for people.
+        hidden: not in the table.
+        log_of: key of the column, of positive numbers, whose natural logarithm it is; empty for none.
+    """
 
     key: str
     title: str
     hidden: bool = False
+    log_of: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +97,19 @@ class Budget:
         points: of all training curves together.
         curve: values of one spectrum.
         heads: whether single heads are in it.
+        seeds: whether all runs of a variant are, or one of each.
     """
 
     points: int = 9000
     curve: int = 64
     heads: bool = True
+    seeds: bool = True
 
     def smaller(self) -> "Budget":
         """The next one; the same where nothing more can be left out."""
         curve = max(self.curve // 2, 8)
-        return Budget(max(self.points // 2, 1), curve, self.heads and self.curve > 8)
+        heads, seeds = self.heads and self.curve > 8, self.seeds and self.heads
+        return Budget(max(self.points // 2, 1), curve, heads, seeds)
 
 
 def columns(**titles: str) -> tuple[Column, ...]:

@@ -1,11 +1,12 @@
 """Runs side by side: one row a variant, with n and the deviation over its seeds."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from wellposed.records import Record
 from wellposed.report.charts import Budget, Chart, Section, columns, finite
+from wellposed.report.states import COLLAPSED, mark
 from wellposed.report.subjects import Material, Subject
 from wellposed.study.compare import spread
 
@@ -55,8 +56,8 @@ def comparing_section(material: Material, budget: Budget) -> Section:
     titles: dict[str, str] = {"name": "variant", "n": "n"}
     for key, (title, _) in _MEASURES.items():
         titles |= {key: title, f"{key}_deviation": "±"}
-    titles |= {"place": "worst place", "edits": "edits"}
-    rows = [_row(name, subjects) for name, subjects in material.groups().items()]
+    titles |= {"place": "worst place", "state": "state", "edits": "edits"}
+    rows = [row for name, subjects in material.groups().items() for row in _rows(name, subjects)]
     empty = {
         key for index, key in enumerate(titles) if index > 1 and all(row[index] in (None, "") for row in rows)
     }
@@ -71,6 +72,8 @@ def comparing_section(material: Material, budget: Budget) -> Section:
         words = [
             "ln kappa is of the worst block and position, entropy the mean over the blocks (1 is uniform)."
         ]
+    if material.unfinished:
+        words.append(_left_out(len(material.unfinished)))
     chart = Chart(
         columns=columns(**{key: title for key, title in titles.items() if key not in empty}),
         rows=shown,
@@ -82,15 +85,38 @@ def comparing_section(material: Material, budget: Budget) -> Section:
     return Section(id="runs", title=TITLE, words=tuple(words), chart=chart)
 
 
-def _row(name: str, subjects: Sequence[Subject]) -> tuple[Any, ...]:
-    cells: list[Any] = [name, len(subjects)]
+def _left_out(count: int) -> str:
+    runs, have = ("1 run is", "it has a row") if count == 1 else (f"{count} runs are", "they have rows")
+    return (
+        f"{runs} not finished and left out of n, mean and deviation; {have} with n = 0 and the last numbers "
+        "so far."
+    )
+
+
+def _rows(name: str, subjects: Sequence[Subject]) -> Iterator[tuple[Any, ...]]:
+    """One of the runs that count, and one for each that does not."""
+    counted = [subject for subject in subjects if subject.counts]
+    if counted:
+        yield _row(name, counted, len(counted), _collapsed(counted))
+    for subject in subjects:
+        if not subject.counts:
+            yield _row(subject.name, [subject], 0, subject.state)
+
+
+def _collapsed(subjects: Sequence[Subject]) -> str:
+    count = sum(mark(subject.summary) == COLLAPSED for subject in subjects)
+    return f"{count} of {len(subjects)} {COLLAPSED}" if count else ""
+
+
+def _row(name: str, subjects: Sequence[Subject], n: int, state: str) -> tuple[Any, ...]:
+    cells: list[Any] = [name, n]
     for _, measure in _MEASURES.values():
         found = spread(measure(subject) for subject in subjects)
         cells += [None, None] if found is None else [found.mean, found.deviation]
     places = [record for record in map(worst, subjects) if record is not None]
     bad = max(places, key=lambda record: record.value or 0.0, default=None)
     cells.append("" if bad is None else f"block {bad.block}, {bad.position}")
-    cells.append("; ".join(subjects[0].edits) or "none")
+    cells += [state, "; ".join(subjects[0].edits) or "none"]
     return tuple(cells)
 
 

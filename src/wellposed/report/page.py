@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.report.charts import Chart, Missing, Section
+from wellposed.report.packing import pack, unpacked
 from wellposed.report.verdict import Code, Edits, Listed, Name, Sentence
 
 LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-interpreter.js")
@@ -82,12 +83,8 @@ def read_data(page: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def _rows(chart: Mapping[str, Any]) -> list[dict[str, Any]]:
-    filled = [
-        [column["levels"][code] for code in column["values"]] if "levels" in column else column["values"]
-        for column in chart["columns"]
-    ]
-    keys = [column["key"] for column in chart["columns"]]
-    return [dict(zip(keys, row, strict=True)) for row in zip(*filled, strict=True)]
+    filled = unpacked(chart["columns"])
+    return [dict(zip(filled, row, strict=True)) for row in zip(*filled.values(), strict=True)]
 
 
 def _policy(scripts: Iterable[str]) -> str:
@@ -124,16 +121,10 @@ def _data(sections: Sequence[Section]) -> list[dict[str, Any]]:
 def _chart_data(chart: Chart) -> dict[str, Any]:
     columns = []
     for place, column in enumerate(chart.columns):
-        values: list[Any] = [row[place] for row in chart.rows]
         told: dict[str, Any] = {"key": column.key, "title": column.title}
         if column.hidden:
             told["hidden"] = True
-        if any(isinstance(value, str) for value in values):
-            # Names are long and repeat: each is stored once.
-            levels = {value: code for code, value in enumerate(dict.fromkeys(values))}
-            told |= {"levels": list(levels), "values": [levels[value] for value in values]}
-        else:
-            told["values"] = values
+        told |= {"log_of": column.log_of} if column.log_of else pack([row[place] for row in chart.rows])
         columns.append(told)
     return {
         "columns": columns,

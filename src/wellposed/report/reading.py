@@ -5,20 +5,23 @@ import json
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from wellposed.records import Record, read_json
 from wellposed.report.charts import finite
+from wellposed.report.damage import DamagedError, json_object, torn_lines
 from wellposed.report.environment_words import environment_text
+from wellposed.report.states import state_of_run
 from wellposed.report.studies import is_study, read_study
 from wellposed.report.subjects import (
-    Conclusion,
+    Found,
     JacobianCurve,
     Material,
     Subject,
     edits_of,
+    with_marks,
     with_unique_names,
 )
 from wellposed.train.environment import without_secrets
@@ -40,32 +43,42 @@ def read_material(paths: Sequence[str | Path]) -> Material:
     """
     if not paths:
         raise ValueError("expected runs or diagnoses to report, got none; name their folders.")
-    subjects: list[Subject] = []
-    conclusions: list[Conclusion] = []
-    for path in map(Path, paths):
-        found, said = _read(path)
-        subjects += found
-        conclusions += said
+    subjects, conclusions, damage = _together(map(Path, paths))
     if not subjects:
-        said_there = " ".join(each.sentence for each in conclusions)
+        said_there = " ".join([*(each.sentence for each in conclusions), *map(str, damage)])
         raise ValueError(
             f"expected records of runs in {', '.join(map(str, paths))}, got none that this version can read "
             f"({said_there}); the command that made them makes them again."
         )
-    return Material(tuple(with_unique_names(_grouped(subjects))), tuple(conclusions))
+    named = with_unique_names(with_marks(_grouped(subjects)))
+    return Material(tuple(named), tuple(conclusions), tuple(damage))
 
 
-def _read(path: Path) -> tuple[list[Subject], list[Conclusion]]:
+def _together(paths: Iterable[Path]) -> Found:
+    """What all of them hold; one of which nothing can be read does not hide the others."""
+    together = Found([], [], [])
+    for path in paths:
+        try:
+            found = _read(path)
+        except DamagedError as error:
+            found = Found([], [], [error.damage])
+        together.subjects.extend(found.subjects)
+        together.conclusions.extend(found.conclusions)
+        together.damage.extend(found.damage)
+    return together
+
+
+def _read(path: Path) -> Found:
     if not path.exists():
         raise FileNotFoundError(f"expected a run or a diagnosis, there is no {path}.")
     if path.is_file():
-        return [read_diagnosis(path)], []
+        return Found([read_diagnosis(path)], [], [])
     if is_study(path):
         return read_study(path)
     if (path / RUN).is_file():
-        return [read_run_folder(path)], []
+        return read_run_folder(path)
     if (path / DIAGNOSIS).is_file():
-        return [read_diagnosis(path / DIAGNOSIS)], []
+        return Found([read_diagnosis(path / DIAGNOSIS)], [], [])
     inside = sorted(
         child
         for child in path.iterdir()
@@ -76,17 +89,16 @@ def _read(path: Path) -> tuple[list[Subject], list[Conclusion]]:
             f"expected a run ({RUN}), a study (records.jsonl) or a diagnosis ({DIAGNOSIS}) in {path} or in "
             "its folders, found none; wellposed train --out and wellposed diagnose --out write them."
         )
-    parts = [_read(child) for child in inside]
-    return [each for found, _ in parts for each in found], [text for _, said in parts for text in said]
+    return _together(inside)
 
 
 def read_diagnosis(path: Path) -> Subject:
     """A file of ``Diagnosis.to_json``."""
     try:
         records, about = read_json(path)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"expected a diagnosis as JSON, {path} is none ({error}); wellposed diagnose --out writes one."
+    except (ValueError, TypeError) as error:
+        raise DamagedError(
+            path, f"expected a diagnosis as JSON ({error}); wellposed diagnose --out writes one."
         ) from error
     name = path.parent.resolve().name if path.name == DIAGNOSIS else path.stem
     return diagnosis_subject(records, about, name)
@@ -119,19 +131,24 @@ def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name:
     )
 
 
-def read_run_folder(folder: Path) -> Subject:
+def read_run_folder(folder: Path) -> Found:
     """A run, with the diagnosis that lies beside its numbers if there is one."""
-    lines, recipe = read_run(folder), _recipe(folder / "recipe.toml")
-    result, summary = _json(folder / "result.json"), summarise(lines)
+    (lines, summary), recipe = _run(folder), _recipe(folder / "recipe.toml")
+    damage = torn_lines(folder / RUN, (line["line"] for line in lines if line["event"] == "torn"))
+    result = json_object(folder / "result.json", damage)
     updates = next((line["updates"] for line in lines if line.get("updates")), None)
     epochs = recipe.get("epochs")
     if updates and epochs:
         lines = [{**line, "epoch": line.get("update", 0) * epochs / updates} for line in lines]
     records, measured_on, jacobians = _monitored(lines), _monitored_on(lines), ()
-    if (folder / DIAGNOSIS).is_file():
-        beside = read_diagnosis(folder / DIAGNOSIS)
-        records, measured_on, jacobians = beside.records, beside.measured_on, beside.jacobians  # type: ignore[assignment]
-    environment = _json(folder / "environment.json") or result.get("environment") or {}
+    try:
+        if (folder / DIAGNOSIS).is_file():
+            beside = read_diagnosis(folder / DIAGNOSIS)
+            records, measured_on, jacobians = beside.records, beside.measured_on, beside.jacobians  # type: ignore[assignment]
+    except DamagedError as error:
+        damage.append(error.damage)
+    state = state_of_run(lines, summary)
+    environment = json_object(folder / "environment.json", damage) or result.get("environment") or {}
     told = {
         "folder": folder.name,
         "model": recipe.get("model"),
@@ -139,12 +156,12 @@ def read_run_folder(folder: Path) -> Subject:
         "seed": recipe.get("seed"),
         "epochs": epochs,
         "precision": recipe.get("precision"),
-        "finished": "yes" if summary["finished"] else f"no, stopped at update {summary['updates']}",
+        "state": state,
         "device": (result.get("about") or {}).get("device"),
     }
     fields = {key: without_secrets(str(value)) for key, value in told.items() if value is not None}
     whole = {f"recipe: {key}": without_secrets(str(value)) for key, value in recipe.items()}
-    return Subject(
+    subject = Subject(
         name=folder.resolve().name,
         kind="run",
         seed=recipe.get("seed"),
@@ -153,12 +170,25 @@ def read_run_folder(folder: Path) -> Subject:
         recipe=recipe,
         lines=lines,
         summary=summary,
+        state=state,
         records=records,
         measured_on=measured_on,
         jacobians=jacobians,
         provenance=fields | environment_text(environment) | whole,
         notes=tuple(str(line["text"]) for line in lines if line["event"] == "warning" and "text" in line),
     )
+    return Found([subject], [], damage)
+
+
+def _run(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The lines of a run, and its summary."""
+    lines = read_run(folder)
+    try:
+        return lines, summarise(lines)
+    except (TypeError, ValueError) as error:
+        raise DamagedError(
+            folder / RUN, f"expected the numbers of a run ({error}); without them it is left out."
+        ) from error
 
 
 def _grouped(subjects: Sequence[Subject]) -> list[Subject]:
@@ -230,12 +260,7 @@ def _recipe(path: Path) -> dict[str, Any]:
         return {}
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"expected the recipe of a run in {path}, it is no TOML: {error}.") from error
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    except ValueError as error:
+        raise DamagedError(
+            path, f"expected the recipe of a run as TOML ({error}); without it the run is left out."
+        ) from error

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.records import Record, from_dict
+from wellposed.report.damage import Damage, json_object, torn_lines
 from wellposed.report.environment_words import environment_text
-from wellposed.report.subjects import Conclusion, JacobianCurve, Subject, edits_of
+from wellposed.report.states import state as state_in_words
+from wellposed.report.subjects import Conclusion, Found, JacobianCurve, Subject, edits_of
 from wellposed.study.compare import one_by_one
-from wellposed.study.files import SUMMARY, read_summary
+from wellposed.study.files import SUMMARY
 from wellposed.study.ledger import RECORDS
 from wellposed.study.ledger import read as read_records
 from wellposed.study.plan import RunRecord
@@ -23,10 +25,13 @@ def is_study(folder: Path) -> bool:
     return (folder / RECORDS).is_file() and (folder / SUMMARY).is_file()
 
 
-def read_study(folder: Path) -> tuple[list[Subject], list[Conclusion]]:
+def read_study(folder: Path) -> Found:
     """A subject for each run that stands for its variant, and what the study concluded."""
-    summary = read_summary(folder)
-    runs, alone, strange = read_records(folder)
+    damage: list[Damage] = []
+    summary = json_object(folder / SUMMARY, damage)
+    torn: list[int] = []
+    runs, alone, strange = read_records(folder, torn)
+    damage += torn_lines(folder / RECORDS, torn)
     study = str(summary.get("study", folder.name))
     shown = [run for run in runs if run.best and run.reported and not run.trial]
     several = len({run.data for run in shown}) > 1
@@ -40,14 +45,17 @@ def read_study(folder: Path) -> tuple[list[Subject], list[Conclusion]]:
         said += f" ({len(strange)} records of another version of wellposed are left out)"
     if claims:
         said += ":"
-    return subjects, [Conclusion(said.strip(), tuple(claims))]
+    is_told = bool(summary or strange)  # a summary that cannot be read concludes nothing
+    return Found(subjects, [Conclusion(said.strip(), tuple(claims))] if is_told else [], damage)
 
 
 def _subject(run: RunRecord, summary: Mapping[str, Any], study: str, several: bool) -> Subject:
     # A record leaves out what is a recipe's default.
     recipe = {**Recipe().to_mapping(), **run.recipe}
     label = f"{run.label}, {run.data}" if several else run.label
-    told = {"data": run.data, "seed": str(run.seed), "state": run.state}
+    ended = {**run.result, "finished": run.state == "finished"}
+    state = state_in_words(ended, run.state)
+    told = {"data": run.data, "seed": str(run.seed), "state": state}
     return Subject(
         name=f"{study}: {label}, seed {run.seed}",
         group=f"{study}: {label}",
@@ -57,7 +65,8 @@ def _subject(run: RunRecord, summary: Mapping[str, Any], study: str, several: bo
         key=(study, str(recipe.get("model")), run.data),
         recipe=recipe,
         lines=[event for point in run.curve for event in _events(point)],
-        summary={**run.result, "finished": run.state == "finished"},
+        summary=ended,
+        state=state,
         records=_records(run.measured),
         measured_on=f"study {study}, {_weights(run.measured)} weights" if run.measured else "",
         jacobians=_jacobians(run.measured, run.label),

@@ -3,9 +3,11 @@
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from wellposed.records import Record
+from wellposed.report.damage import Damage
+from wellposed.report.states import NOT_FINISHED, mark
 
 _LEFT_TO_RIGHT = ("L", "EN", "ES", "ET", "CS", "NSM", "B", "S", "WS", "ON", "")
 
@@ -41,7 +43,8 @@ class Subject:
         key: of what else must be equal to tell what the edits changed: model and data.
         recipe: of a run, plain values.
         lines: of ``run.jsonl`` that count; each has ``epoch`` where it is known.
-        summary: as :func:`wellposed.train.report.summarise` gives it.
+        summary: as :func:`wellposed.train.report.summarise` gives it; empty for a diagnosis.
+        state: how a run ended, in words.
         records: of a diagnosis, of a study, or of the monitor's last look.
         measured_on: in words, where the records come from.
         jacobians: spectra that are no records.
@@ -57,6 +60,7 @@ class Subject:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     lines: Sequence[Mapping[str, Any]] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
+    state: str = ""
     records: tuple[Record, ...] = ()
     measured_on: str = ""
     jacobians: tuple[JacobianCurve, ...] = ()
@@ -65,6 +69,11 @@ class Subject:
 
     def select(self, measure: str) -> list[Record]:
         return [record for record in self.records if record.measure == measure]
+
+    @property
+    def counts(self) -> bool:
+        """Whether it belongs in a mean: a run that is not finished does not."""
+        return mark(self.summary) != NOT_FINISHED
 
     @property
     def test(self) -> Mapping[str, Any]:
@@ -80,12 +89,30 @@ class Conclusion:
     claims: tuple[str, ...] = ()
 
 
+class Found(NamedTuple):
+    """What a path holds."""
+
+    subjects: list[Subject]
+    conclusions: list[Conclusion]
+    damage: list[Damage]
+
+
 @dataclass(frozen=True)
 class Material:
-    """Everything that a report is made from: the subjects, and what studies concluded."""
+    """Everything that a report is made from: subjects, what studies concluded, and what cannot be read."""
 
     subjects: tuple[Subject, ...]
     conclusions: tuple[Conclusion, ...] = ()
+    damage: tuple[Damage, ...] = ()
+
+    @property
+    def unfinished(self) -> list[Subject]:
+        return [subject for subject in self.subjects if not subject.counts]
+
+    def one_of_each(self) -> "Material":
+        """Of each variant its first run, one that is finished before one that is not."""
+        chosen = {min(of, key=lambda subject: not subject.counts).name for of in self.groups().values()}
+        return replace(self, subjects=tuple(each for each in self.subjects if each.name in chosen))
 
     def groups(self) -> dict[str, list[Subject]]:
         found: dict[str, list[Subject]] = {}
@@ -110,6 +137,18 @@ def with_unique_names(subjects: Sequence[Subject]) -> list[Subject]:
         taken.add(name)
         named.append(replace(subject, name=name, group=subject.group or name))
     return named
+
+
+def with_marks(subjects: Sequence[Subject]) -> list[Subject]:
+    """Runs that are not whole say so in their name, which every chart, table and menu shows.
+
+    >>> with_marks([Subject(name="a", kind="run", summary={"finished": False})])[0].name
+    'a (not finished)'
+    """
+    return [
+        replace(each, name=f"{each.name} ({said})") if (said := mark(each.summary)) else each
+        for each in subjects
+    ]
 
 
 def isolated(name: str) -> str:

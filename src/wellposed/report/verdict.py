@@ -51,13 +51,21 @@ Sentence = tuple[str | Name | Edits | Code | Listed, ...]
 def verdict(material: Material) -> dict[str, list[Sentence]]:
     """Heading -> sentences; a heading without sentences is left out."""
     groups = material.groups()
+    counted = _counted(groups)
     parts: dict[str, list[Sentence]] = {
+        "What could not be read": [(Name(each.path), f": {each.what}") for each in material.damage],
         "What is worst": list(_worst(groups)),
-        "What the edits changed": list(_changes(groups)),
+        "What the edits changed": list(_changes(counted)),
         "What the studies say": [(each.sentence, Listed(each.claims)) for each in material.conclusions],
-        "What to try next": list(_next(material, groups)),
+        "What to try next": list(_next(material, counted)),
     }
     return {title: sentences for title, sentences in parts.items() if sentences}
+
+
+def _counted(groups: dict[str, list[Subject]]) -> dict[str, list[Subject]]:
+    """What means are taken over."""
+    kept = {name: [each for each in of if each.counts] for name, of in groups.items()}
+    return {name: of for name, of in kept.items() if of}
 
 
 def _worst(groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
@@ -169,8 +177,13 @@ def _next(material: Material, groups: dict[str, list[Subject]]) -> Iterator[Sent
     every = material.subjects
     edits = " ".join(edit for subject in every for edit in subject.edits)
     bad = [log for subject in every if (log := log_worst(subject)) is not None]
-    if any(subject.summary and not subject.summary.get("finished", True) for subject in every):
-        yield ("Some runs did not finish: the same ", Code("wellposed train"), " command goes on with them.")
+    if left := len(material.unfinished):
+        yield (
+            f"{left} run{'' if left == 1 else 's'} did not finish and count{'s' if left == 1 else ''} in no "
+            "mean: the same ",
+            Code("wellposed train"),
+            " command goes on.",
+        )
     if any(record is not None and record.status == "at least" for record in map(worst, every)):
         advice = "Some tokens are beyond what float32 can tell from rank deficient. "
         if "no attention skips" in edits or "no both skips" in edits or "remove_skips attention" in edits:

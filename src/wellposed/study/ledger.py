@@ -33,21 +33,43 @@ def key_of(record: RunRecord) -> Key:
     return record.run, record.trial
 
 
-def read(folder: Path) -> tuple[list[RunRecord], list[dict[str, Any]], list[str]]:
-    """The runs, what was measured without one, and lines that this version cannot read."""
+def read(
+    folder: Path, torn: list[int] | None = None
+) -> tuple[list[RunRecord], list[dict[str, Any]], list[str]]:
+    """The runs, what was measured without one, and lines that this version cannot read.
+
+    Args:
+        folder: of the study.
+        torn: gets the numbers of the lines that are no JSON; without it such a line is an error.
+    """
     path = folder / RECORDS
     runs: list[RunRecord] = []
     measured: list[dict[str, Any]] = []
     strange: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        values = json.loads(line)
-        if "label" not in values:
+    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], 1):
+        values = _values(line)
+        if values is None:
+            if torn is None:
+                raise ValueError(
+                    f"expected a record as JSON in line {number} of {path}, it is torn; delete the line, and "
+                    "the study makes its run again."
+                )
+            torn.append(number)
+        elif "label" not in values:
             measured.append(values)
         elif values.keys() <= _NAMES and values.get("run"):
             runs.append(_unpacked(values))
         else:
-            strange.append(line)
+            strange.append(line.decode())
     return runs, measured, strange
+
+
+def _values(line: bytes) -> dict[str, Any] | None:
+    try:
+        values = json.loads(line.decode())
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None
 
 
 def write(

@@ -19,10 +19,17 @@
   }
 
   function rowsOf(chart) {
-    const filled = chart.columns.map((c) => (c.levels ? c.values.map((code) => c.levels[code]) : c.values));
-    const count = filled.length ? filled[0].length : 0;
-    return Array.from({ length: count }, (_, i) =>
-      Object.fromEntries(chart.columns.map((column, c) => [column.key, filled[c][i]])));
+    const filled = new Map(chart.columns.filter((c) => !c.log_of).map((c) => [c.key, valuesOf(c)]));
+    for (const c of chart.columns) if (c.log_of) filled.set(c.key, filled.get(c.log_of).map(Math.log));
+    const keys = chart.columns.map((column) => column.key);
+    const count = keys.length ? filled.get(keys[0]).length : 0;
+    return Array.from({ length: count }, (_, i) => Object.fromEntries(keys.map((key) => [key, filled.get(key)[i]])));
+  }
+
+  function valuesOf(column) {
+    // Equal values in a row are stored once, with how many rows they take.
+    const values = column.repeats ? column.values.flatMap((value, i) => Array(column.repeats[i]).fill(value)) : column.values;
+    return column.levels ? values.map((code) => column.levels[code]) : values;
   }
 
   function shown(value) {
