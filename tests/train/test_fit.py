@@ -203,6 +203,30 @@ def test_pretraining_then_fine_tuning_and_a_probe(tmp_path) -> None:
     assert not torch.equal(trained["head.weight"], encoder["head.weight"])
 
 
+def test_test_images_that_the_first_run_was_trained_on_are_told(photographs, tmp_path) -> None:
+    apart = tmp_path / "apart"
+    for split in ("train", "val"):
+        shutil.copytree(photographs, apart / split)
+    first = {"model": "vit_tiny_patch16_224", "limit": 16, "epochs": 1, "holdout": 0.3, "seed": 1}
+
+    def told(name: str, data: str, source: str, **fields: object) -> list[str]:
+        run(tmp_path / name, **first | {"data": data, "start_from": str(tmp_path / source)} | fields)
+        notes = [line["text"] for line in read_run(tmp_path / name) if line["event"] == "note"]
+        return [note for note in notes if "not new to these weights" in note]
+
+    run(tmp_path / "a", **first, data=str(photographs))
+    (sentence,) = told("b", f"folder:{photographs}", "a", seed=2)
+    assert "seed 1 and holdout 0.3 drew" in sentence
+    assert "seed 2 and holdout 0.3 draws" in sentence
+    assert told("c", str(photographs), "a/best/model.safetensors", holdout=0.4)
+    assert not told("d", str(photographs), "a", holdout=0.2)  # a part of what was held out before
+    assert not told("e", str(apart), "a", seed=2)
+    run(tmp_path / "f", epochs=1)
+    (sentence,) = told("g", "digits", "f", seed=3, model="test_vit", limit=64)
+    assert "seed 0 drew" in sentence
+    assert not told("h", "digits", "f", seed=0, model="test_vit", limit=64, holdout=0.5)
+
+
 def test_the_monitor_changes_nothing(tmp_path) -> None:
     run(tmp_path / "with", monitor_every=2, drop_path=0.3)
     run(tmp_path / "without", monitor_every=0, drop_path=0.3)
