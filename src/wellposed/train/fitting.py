@@ -36,6 +36,7 @@ from wellposed.train.optimize import check_optimizer
 from wellposed.train.parallel import distribute, room_for_programs
 from wellposed.train.recipe import Recipe
 from wellposed.train.report import EndTable, Reporter, tracker_names
+from wellposed.train.report.summary import best_accuracy
 from wellposed.train.run_folder import default_folder, open_folder, write_environment
 from wellposed.train.saving import Exporter, Weights
 from wellposed.train.seeding import generators_kept
@@ -196,13 +197,8 @@ def _open(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any] | Non
 
 
 def _result(status: Status, folder: Path, summary: dict[str, Any]) -> Result:
-    test, best = (summary.get(name) or {} for name in ("test", "best"))
-    # The best test may have been that of the averaged weights.
-    best_accuracy = max(
-        (value for value in (best.get("accuracy"), best.get("ema_accuracy")) if value is not None),
-        default=None,
-    )
-    return Result(status, folder, test.get("accuracy"), best_accuracy, summary)
+    test = summary.get("test") or {}
+    return Result(status, folder, test.get("accuracy"), best_accuracy(summary), summary)
 
 
 def _positions(recipe: Recipe, accelerator: Accelerator) -> Tensor:
