@@ -190,7 +190,11 @@ def test_pretraining_then_fine_tuning_and_a_probe(tmp_path) -> None:
     }
     encoder = load_file(tmp_path / "mae" / "last" / "model.safetensors")
 
-    tuned = run(tmp_path / "tuned", start_from=str(tmp_path / "mae"), layer_decay=0.7, epochs=1)
+    tuned = run(
+        tmp_path / "tuned", start_from=str(tmp_path / "mae"), layer_decay=0.7, epochs=1, lr=1e-3, min_lr=1e-3
+    )
+    logged = [line["lr"] for line in read_run(tmp_path / "tuned") if line["event"] == "train"]
+    assert logged[-1] == pytest.approx(1e-3)  # the head's; the layers before it have less
     assert tuned.status == "finished"
     said = " ".join(line["text"] for line in read_run(tmp_path / "tuned") if line["event"] == "note")
     assert "Weights from" in said

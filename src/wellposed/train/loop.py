@@ -234,7 +234,7 @@ class Loop:
             self.progress.update,
             loss=loss / updates,
             accuracy=None if self.recipe.task == "mae" else correct / images,
-            lr=self.optimizer.param_groups[0]["lr"],
+            lr=max(group["lr"] for group in self.optimizer.param_groups),  # with layer_decay they differ
             grad_norm=float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
             images=images,
         )
