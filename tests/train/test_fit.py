@@ -273,12 +273,36 @@ def test_a_folder_of_another_run_is_refused(tmp_path) -> None:
         ({"trackers": ("tensorbord",)}, "did you mean 'tensorboard'"),
         ({"task": "mae", "layer_decay": 0.5}, "layer_decay is for fine-tuning"),
         ({"start_from": "nothing.safetensors"}, "nothing.safetensors"),
+        ({"patch_size": 3}, "patch_size must divide .* 8 pixels, got 3; take one of 1, 2, 4, 8,"),
+        ({"patch_size": 16, "model": "vit_tiny_patch16_224"}, "patch_size must divide .* got 16"),
+        ({"image_size": 3}, "image_size must be at least 4, .* got 3"),
+        ({"model_options": {"num_classes": 20}}, "num_classes must be 10, .* got 20 in model_options"),
+        ({"model_options": {"in_chans": 3}}, "in_chans must be 1, .* got 3 in model_options"),
     ],
 )
 def test_bad_input_is_told_before_a_folder_is_made(fields, message, tmp_path) -> None:
     with pytest.raises((ValueError, TypeError, IndexError, OSError), match=message):
         run(tmp_path / "run", **fields)
     assert not (tmp_path / "run").exists()
+
+
+def test_one_class_can_be_pretrained_on_and_not_told_apart(photographs, tmp_path) -> None:
+    shutil.copytree(photographs / "red", tmp_path / "data" / "red")
+    fields = {"data": str(tmp_path / "data"), "limit": 16, "model": "vit_tiny_patch16_224", "epochs": 1}
+    with pytest.raises(ValueError, match=r"at least two classes .* got 1 \(red\); .* task=mae"):
+        run(tmp_path / "run", **fields)
+    assert not (tmp_path / "run").exists()
+    assert run(tmp_path / "mae", **fields, task="mae", decoder_depth=1).status == "finished"
+
+
+def test_a_damaged_result_is_named(tmp_path) -> None:
+    run(tmp_path, epochs=1)
+    for damage in ('{"fin', "[]"):
+        (tmp_path / "result.json").write_text(damage)
+        with pytest.raises(ValueError, match=r"JSON object in .*result\.json, which is damaged .* delete"):
+            run(tmp_path, epochs=1)
+    (tmp_path / "result.json").unlink()
+    assert run(tmp_path, epochs=1).status == "finished"
 
 
 def test_a_pickle_is_refused_and_does_not_run(tmp_path) -> None:
