@@ -7,6 +7,7 @@ import pickle
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -14,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import wellposed as wp
+from wellposed.probes.image_sources import decode
 from wellposed.train import folder_swap
 from wellposed.train.checkpoint import durable
 from wellposed.train.export import export_weights
@@ -160,11 +162,11 @@ def images(options, seed=1):
     return torch.randn(2, options.get("in_chans", 3), SIDE, SIDE, generator=generator)
 
 
-def run_card(folder, monkeypatch, options) -> list[dict]:
+def run_card(folder, monkeypatch, options, picture=None) -> list[dict]:
     """Run the card's Python in its folder; the names that are there after each block."""
     monkeypatch.chdir(folder)
     mode = "L" if options.get("in_chans") == 1 else "RGB"
-    Image.effect_noise((50, 40), 64).convert(mode).save("picture.png")
+    (picture or Image.effect_noise((50, 40), 64).convert(mode)).save("picture.png")
     names: dict = {}
     after = []
     for block in re.findall(r"```python\n(.*?)```", Path("README.md").read_text(), re.DOTALL):
@@ -222,6 +224,18 @@ def test_the_card_loads_an_unedited_model(tmp_path, monkeypatch, case) -> None:
         assert torch.equal(names["model"](images(options)), expected)
     assert predicted["image"].shape == (options.get("in_chans", 3), SIDE, SIDE)
     assert 0 <= predicted["label"] < 5
+
+
+@pytest.mark.parametrize("case", ["vit", "vit, grey"])
+def test_the_card_reads_16_bits_as_training_does(tmp_path, monkeypatch, case) -> None:
+    name, options = PLAIN[case]
+    channels = options.get("in_chans", 3)
+    export(tmp_path, make(name, options), Recipe(model=name), options)
+    values = np.random.default_rng(0).integers(0, 2**16, (SIDE, SIDE), dtype=np.uint16)
+    image = run_card(tmp_path, monkeypatch, options, Image.fromarray(values))[-1]["image"]
+    picture = decode(tmp_path / "picture.png", "L" if channels == 1 else "RGB", any_depth=False)
+    expected = torch.from_numpy(np.array(picture).reshape(SIDE, SIDE, channels)).permute(2, 0, 1) / 255
+    torch.testing.assert_close(image, (expected - 0.25) / 0.5)
 
 
 def test_the_card_of_a_model_that_timm_has_not_alone(tmp_path, monkeypatch) -> None:

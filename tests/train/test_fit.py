@@ -5,7 +5,9 @@ import json
 import os
 import pickle
 import re
+import shutil
 import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,6 +70,28 @@ def test_a_model_without_known_blocks_trains_unmeasured(photographs, tmp_path) -
     with pytest.raises(wp.UnknownModelError):
         run(tmp_path / "other", **fields, monitor_every=5)
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("placement", ["device", "stream"])
+def test_images_that_cannot_be_read_are_told_and_not_counted(photographs, tmp_path, placement) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(photographs, data)
+    split = open_data(str(data), holdout=0.34)
+    for part, index in ((split.train, 3), (split.test, 0), (split.test, 5)):
+        broken = Path(part.name(index))
+        broken.write_bytes(broken.read_bytes()[:200])  # the header is whole
+    result = run(
+        tmp_path / "run", data=str(data), limit=None, holdout=0.34, placement=placement, workers=0, epochs=2,
+        skip_unreadable=True, batch_size=8, model="vit_tiny_patch16_224",
+    )  # fmt: skip
+    assert (len(split.train), len(split.test)) == (32, 16)
+    about = result.summary["about"]
+    assert (about["train_images"], about["test_images"]) == (31, 14)
+    assert "31 training images" in (tmp_path / "run" / "last" / "README.md").read_text()
+    assert "14 test images" in (tmp_path / "run" / "best" / "README.md").read_text()
+    told = [line["text"] for line in read_run(tmp_path / "run") if line["event"] in ("note", "warning")]
+    assert sum(bool(re.match(r"1 of 32 images of .* cannot be read", text)) for text in told) == 1
+    assert sum(bool(re.match(r"2 of 16 images of .* cannot be read", text)) for text in told) == 1
 
 
 def test_what_was_left_open_stands_in_the_folder(photographs, tmp_path) -> None:
@@ -166,7 +190,11 @@ def test_pretraining_then_fine_tuning_and_a_probe(tmp_path) -> None:
     }
     encoder = load_file(tmp_path / "mae" / "last" / "model.safetensors")
 
-    tuned = run(tmp_path / "tuned", start_from=str(tmp_path / "mae"), layer_decay=0.7, epochs=1)
+    tuned = run(
+        tmp_path / "tuned", start_from=str(tmp_path / "mae"), layer_decay=0.7, epochs=1, lr=1e-3, min_lr=1e-3
+    )
+    logged = [line["lr"] for line in read_run(tmp_path / "tuned") if line["event"] == "train"]
+    assert logged[-1] == pytest.approx(1e-3)  # the head's; the layers before it have less
     assert tuned.status == "finished"
     said = " ".join(line["text"] for line in read_run(tmp_path / "tuned") if line["event"] == "note")
     assert "Weights from" in said
@@ -177,6 +205,30 @@ def test_pretraining_then_fine_tuning_and_a_probe(tmp_path) -> None:
     trunk = [name for name in trained if not name.startswith("head.")]
     assert all(torch.equal(trained[name], encoder[name]) for name in trunk)
     assert not torch.equal(trained["head.weight"], encoder["head.weight"])
+
+
+def test_test_images_that_the_first_run_was_trained_on_are_told(photographs, tmp_path) -> None:
+    apart = tmp_path / "apart"
+    for split in ("train", "val"):
+        shutil.copytree(photographs, apart / split)
+    first = {"model": "vit_tiny_patch16_224", "limit": 16, "epochs": 1, "holdout": 0.3, "seed": 1}
+
+    def told(name: str, data: str, source: str, **fields: object) -> list[str]:
+        run(tmp_path / name, **first | {"data": data, "start_from": str(tmp_path / source)} | fields)
+        notes = [line["text"] for line in read_run(tmp_path / name) if line["event"] == "note"]
+        return [note for note in notes if "not new to these weights" in note]
+
+    run(tmp_path / "a", **first, data=str(photographs))
+    (sentence,) = told("b", f"folder:{photographs}", "a", seed=2)
+    assert "seed 1 and holdout 0.3 drew" in sentence
+    assert "seed 2 and holdout 0.3 draws" in sentence
+    assert told("c", str(photographs), "a/best/model.safetensors", holdout=0.4)
+    assert not told("d", str(photographs), "a", holdout=0.2)  # a part of what was held out before
+    assert not told("e", str(apart), "a", seed=2)
+    run(tmp_path / "f", epochs=1)
+    (sentence,) = told("g", "digits", "f", seed=3, model="test_vit", limit=64)
+    assert "seed 0 drew" in sentence
+    assert not told("h", "digits", "f", seed=0, model="test_vit", limit=64, holdout=0.5)
 
 
 def test_the_monitor_changes_nothing(tmp_path) -> None:
@@ -221,12 +273,36 @@ def test_a_folder_of_another_run_is_refused(tmp_path) -> None:
         ({"trackers": ("tensorbord",)}, "did you mean 'tensorboard'"),
         ({"task": "mae", "layer_decay": 0.5}, "layer_decay is for fine-tuning"),
         ({"start_from": "nothing.safetensors"}, "nothing.safetensors"),
+        ({"patch_size": 3}, "patch_size must divide .* 8 pixels, got 3; take one of 1, 2, 4, 8,"),
+        ({"patch_size": 16, "model": "vit_tiny_patch16_224"}, "patch_size must divide .* got 16"),
+        ({"image_size": 3}, "image_size must be at least 4, .* got 3"),
+        ({"model_options": {"num_classes": 20}}, "num_classes must be 10, .* got 20 in model_options"),
+        ({"model_options": {"in_chans": 3}}, "in_chans must be 1, .* got 3 in model_options"),
     ],
 )
 def test_bad_input_is_told_before_a_folder_is_made(fields, message, tmp_path) -> None:
     with pytest.raises((ValueError, TypeError, IndexError, OSError), match=message):
         run(tmp_path / "run", **fields)
     assert not (tmp_path / "run").exists()
+
+
+def test_one_class_can_be_pretrained_on_and_not_told_apart(photographs, tmp_path) -> None:
+    shutil.copytree(photographs / "red", tmp_path / "data" / "red")
+    fields = {"data": str(tmp_path / "data"), "limit": 16, "model": "vit_tiny_patch16_224", "epochs": 1}
+    with pytest.raises(ValueError, match=r"at least two classes .* got 1 \(red\); .* task=mae"):
+        run(tmp_path / "run", **fields)
+    assert not (tmp_path / "run").exists()
+    assert run(tmp_path / "mae", **fields, task="mae", decoder_depth=1).status == "finished"
+
+
+def test_a_damaged_result_is_named(tmp_path) -> None:
+    run(tmp_path, epochs=1)
+    for damage in ('{"fin', "[]"):
+        (tmp_path / "result.json").write_text(damage)
+        with pytest.raises(ValueError, match=r"JSON object in .*result\.json, which is damaged .* delete"):
+            run(tmp_path, epochs=1)
+    (tmp_path / "result.json").unlink()
+    assert run(tmp_path, epochs=1).status == "finished"
 
 
 def test_a_pickle_is_refused_and_does_not_run(tmp_path) -> None:

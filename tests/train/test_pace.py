@@ -9,6 +9,7 @@ from wellposed.train import Recipe
 from wellposed.train.bench import run as bench
 from wellposed.train.data import open_data
 from wellposed.train.monitoring import PacedMonitor
+from wellposed.train.optimize import SCHEDULES, make_schedule
 from wellposed.train.resolve import own_patch, resolve, resolve_for
 from wellposed.train.run_folder import decisive, default_folder
 
@@ -71,6 +72,31 @@ def test_wider_models_learn_with_smaller_steps() -> None:
     assert resolve_for(Recipe(lr=0.5), torch.nn.Identity()).lr == 0.5
     with pytest.raises(ValueError, match="set lr"):
         resolve_for(Recipe(), torch.nn.Identity())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_go_from_lr_to_min_lr_and_not_below(schedule) -> None:
+    recipe = Recipe(schedule=schedule, epochs=30, lr=1e-3, min_lr=1e-5, warmup_epochs=0.0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    plan = make_schedule(optimizer, recipe, updates_per_epoch=10)
+    rates = []
+    for update in range(300):
+        plan.step_update(update)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == pytest.approx(1e-3)
+    assert rates == sorted(rates, reverse=True)
+    assert 1e-5 <= rates[-1] < 2e-5
+    if schedule == "poly":
+        assert rates[150] == pytest.approx(1e-5 + 99e-5 * 0.5**0.9)
+
+
+def test_steps_of_a_warm_up_start_low() -> None:
+    recipe = Recipe(schedule="step", epochs=30, lr=1e-3, min_lr=1e-4, warmup_epochs=3.0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    plan = make_schedule(optimizer, recipe, updates_per_epoch=10)
+    for update, rate in ((0, 1e-6), (30, 1e-3), (299, 1e-4)):
+        plan.step_update(update)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
 def test_the_folder_hangs_on_what_decides() -> None:

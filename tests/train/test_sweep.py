@@ -70,7 +70,7 @@ if does in ("hang", "stubborn") and not (folder / "saved").exists():
     time.sleep(60)
 accuracy = 0.9 + recipe["seed"] / 100
 result = {"finished": True, "seconds": 62.0, "images_per_second": 640.0,
-          "test": {"accuracy": accuracy, "loss": 0.25}, "best": {"accuracy": 0.95}}
+          "test": {"accuracy": accuracy, "loss": 0.25}, "best": {"accuracy": 0.95, "ema_accuracy": 0.97}}
 (folder / "result.json").write_text(json.dumps(result))
 """
 
@@ -140,6 +140,7 @@ def test_all_finish_and_are_compared(sweep) -> None:
         rows = list(csv.DictReader(file))
     assert [row["seed"] for row in rows] == ["0", "2", "0", "2"]
     assert rows[1]["accuracy"] == "0.92"
+    assert rows[1]["best_accuracy"] == "0.97"  # of the averaged weights, which are those in best
     assert (rows[1]["recipe_accuracy_mean"], rows[1]["recipe_n"]) == ("0.91", "2")
 
     again, text = sweep(plain="ok", other="ok", seeds=[0, 2])

@@ -1,5 +1,7 @@
 """What the processes of a run agree on. With one process each of these is the identity."""
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,6 +20,15 @@ def total(values: Tensor) -> Tensor:
     if several():
         dist.all_reduce(values)
     return values
+
+
+def of_all(sentences: list[str]) -> list[str]:
+    """Those of all processes, each once; all have them in the same order."""
+    if not several():
+        return sentences
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, sentences)
+    return list(dict.fromkeys(sentence for part in found for sentence in part))
 
 
 def wait_for_all() -> None:

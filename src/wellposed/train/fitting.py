@@ -36,6 +36,7 @@ from wellposed.train.optimize import check_optimizer
 from wellposed.train.parallel import distribute, room_for_programs
 from wellposed.train.recipe import Recipe
 from wellposed.train.report import EndTable, Reporter, tracker_names
+from wellposed.train.report.summary import best_accuracy
 from wellposed.train.run_folder import default_folder, open_folder, write_environment
 from wellposed.train.saving import Exporter, Weights
 from wellposed.train.seeding import generators_kept
@@ -138,7 +139,7 @@ def _train(
     task.module.to(device)
     images = first_test_images(test) if recipe.monitor_every != 0 else None
     store = Store(folder / "checkpoints", recipe.keep)
-    exporter = _exporter(folder, recipe, prepared, about)
+    exporter = _exporter(folder, recipe, prepared, about, train, test)
     module = distribute(task.module, task.trunk, recipe, device)
     loop = Loop(recipe, task, module, train, test, accelerator, store, exporter, images)
     checkpoint = store.newest() if is_first else None
@@ -160,7 +161,7 @@ def _train(
             accelerator=accelerator if accelerator.log_with else None,
             console=console,
             quiet=console.quiet,
-            about=_about(prepared, train, accelerator),
+            about=_about(prepared, train, test, accelerator),
         ) as reporter,
     ):
         built, data = prepared.built, prepared.data
@@ -177,6 +178,7 @@ def _train(
                 exporter("last", last)
                 _draw(folder, task, images, recipe, prepared)
             reporter.event("finished", update=loop.progress.update)
+        reporter.about |= _counts(train, test)  # streamed images that cannot be read are known by now
         summary = reporter.write_result(about) | {"status": status}
         table = reporter.table()
     wait_for_all()  # what the first process writes is there when any of them returns
@@ -195,13 +197,8 @@ def _open(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any] | Non
 
 
 def _result(status: Status, folder: Path, summary: dict[str, Any]) -> Result:
-    test, best = (summary.get(name) or {} for name in ("test", "best"))
-    # The best test may have been that of the averaged weights.
-    best_accuracy = max(
-        (value for value in (best.get("accuracy"), best.get("ema_accuracy")) if value is not None),
-        default=None,
-    )
-    return Result(status, folder, test.get("accuracy"), best_accuracy, summary)
+    test = summary.get("test") or {}
+    return Result(status, folder, test.get("accuracy"), best_accuracy(summary), summary)
 
 
 def _positions(recipe: Recipe, accelerator: Accelerator) -> Tensor:
@@ -214,7 +211,14 @@ def _positions(recipe: Recipe, accelerator: Accelerator) -> Tensor:
     return torch.stack([torch.from_numpy(positions) for positions in passes])
 
 
-def _exporter(folder: Path, recipe: Recipe, prepared: Prepared, about: dict[str, Any]) -> Exporter:
+def _exporter(
+    folder: Path,
+    recipe: Recipe,
+    prepared: Prepared,
+    about: dict[str, Any],
+    train: TrainBatches,
+    test: EvalBatches,
+) -> Exporter:
     built, data = prepared.built, prepared.data
 
     def export(name: str, weights: Weights) -> None:
@@ -231,21 +235,25 @@ def _exporter(folder: Path, recipe: Recipe, prepared: Prepared, about: dict[str,
             update=weights.update,
             edits=weights.edits,
             environment=about,
-            train_images=len(data.train),
-            test_images=len(data.test),
+            **_counts(train, test),
             note=weights.note,
         )
 
     return export
 
 
-def _about(prepared: Prepared, train: TrainBatches, accelerator: Accelerator) -> dict[str, Any]:
-    model, data = prepared.built.model, prepared.data
+def _counts(train: TrainBatches, test: EvalBatches) -> dict[str, int]:
+    return {"train_images": train.images, "test_images": test.images}
+
+
+def _about(
+    prepared: Prepared, train: TrainBatches, test: EvalBatches, accelerator: Accelerator
+) -> dict[str, Any]:
+    model = prepared.built.model
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "edits": str(prepared.built.edits),
-        "train_images": len(data.train),
-        "test_images": len(data.test),
+        **_counts(train, test),
         "placement": train.placement,
         "device": str(accelerator.device),
         "processes": accelerator.num_processes,

@@ -25,6 +25,7 @@ from wellposed.train.eps import EpsSchedule
 from wellposed.train.evaluate import Tested, evaluate
 from wellposed.train.explain import explain
 from wellposed.train.guard import Guard, takes_flag
+from wellposed.train.left_out import LeftOut
 from wellposed.train.monitoring import PacedMonitor, first_test_images
 from wellposed.train.optimize import gradient_norm, make_optimizer, make_schedule
 from wellposed.train.parallel import accumulating, compiled, is_recorded_here
@@ -110,6 +111,7 @@ class Loop:
         if monitor_images is not None:
             self.monitor = PacedMonitor(self._monitor_of(monitor_images), recipe.monitor_every)
         self._left_out = 0
+        self._unreadable = LeftOut(recipe, train, test)
 
     def _monitor_of(self, images: Tensor) -> Monitor:
         # In a masked autoencoder the encoder's blocks are looked at, not the decoder's.
@@ -137,6 +139,7 @@ class Loop:
             self.save()
         while (status := self._run_through(stop)) == "rollback":
             pass
+        self._tell_unreadable()
         return status
 
     def _run_through(self, stop: StopRequest) -> Interrupted:
@@ -231,7 +234,7 @@ class Loop:
             self.progress.update,
             loss=loss / updates,
             accuracy=None if self.recipe.task == "mae" else correct / images,
-            lr=self.optimizer.param_groups[0]["lr"],
+            lr=max(group["lr"] for group in self.optimizer.param_groups),  # with layer_decay they differ
             grad_norm=float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
             images=images,
         )
@@ -347,6 +350,7 @@ class Loop:
         tested = self.last_test = self._test(self.forward, self.task.module)
         averaged = None if self.ema is None else self._test(self.ema.module, self.ema.module)
         self.task.train_mode()
+        self._tell_unreadable()
         if tested.nonfinite:
             self.reporter.warn(
                 f"the scores of {tested.nonfinite} of {tested.images} test images are not finite; they count "
@@ -363,6 +367,10 @@ class Loop:
         )
         is_low = tested.accuracy is not None and 2 * tested.accuracy < (self.progress.best or 0.0)
         self.progress.collapsed = self.progress.collapsed + 1 if is_low else 0
+
+    def _tell_unreadable(self) -> None:
+        for sentence in self._unreadable.news():
+            self.reporter.warn(sentence)
 
     def _tell_collapse(self) -> None:
         update, tests, best = self.progress.update, self.progress.collapsed, self.progress.best

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from timm.layers import PatchEmbed
 from torch import nn
 
 import wellposed.surgery as surgery
@@ -33,8 +34,10 @@ def build_model(recipe: Recipe, classes: int, channels: int) -> Built:
     options: dict[str, Any] = {"num_classes": classes, "in_chans": channels}
     if recipe.drop_path:
         options["drop_path_rate"] = recipe.drop_path
+    _check_options(recipe, options)
     options |= recipe.model_options
     model, options = _build(recipe, options)
+    _check_patches(model, recipe)
     if recipe.init == "xavier":
         _xavier(model, recipe.seed)
     edits = apply_edits(model, recipe)
@@ -60,6 +63,32 @@ def _build(recipe: Recipe, options: dict[str, Any]) -> tuple[nn.Module, dict[str
         return build(recipe.model, **start, **wanted, **options), wanted | options
     except TypeError as error:
         raise _refused(recipe, error) from error
+
+
+def _check_options(recipe: Recipe, of_the_data: dict[str, Any]) -> None:
+    """A model of another number of classes or channels would fail in the first update."""
+    for name in ("num_classes", "in_chans"):
+        is_headless = recipe.task == "mae" and name == "num_classes"
+        given = recipe.model_options.get(name, of_the_data[name])
+        if given != of_the_data[name] and not is_headless:
+            raise ValueError(
+                f"{name} must be {of_the_data[name]}, as {recipe.data} has it, got {given!r} in "
+                "model_options; leave it out."
+            )
+
+
+def _check_patches(model: nn.Module, recipe: Recipe) -> None:
+    """What timm's patch embedding would refuse in its first forward pass."""
+    embed, size = getattr(model, "patch_embed", None), recipe.image_size
+    if not isinstance(embed, PatchEmbed) or size is None or embed.dynamic_img_pad:
+        return
+    patch = embed.patch_size[0]
+    if patch > size or (size % patch and not embed.strict_img_size):
+        fits = ", ".join(str(side) for side in range(1, size + 1) if size % side == 0)
+        raise ValueError(
+            f"patch_size must divide the side of the images, {size} pixels, got {patch}; take one of {fits}, "
+            "or another image_size."
+        )
 
 
 def _refused(recipe: Recipe, error: TypeError) -> TypeError:

@@ -160,7 +160,7 @@ def _images(exported: Exported) -> str:
 
 def _prediction(exported: Exported) -> str:
     mode = "L" if len(exported.mean) == 1 else "RGB"
-    config = ["from PIL import Image", "from timm.data import create_transform", ""]
+    config = ["import numpy as np", "from PIL import Image", "from timm.data import create_transform", ""]
     transform = [
         "transform = create_transform(",
         f"    input_size=({len(exported.mean)}, {exported.image_size}, {exported.image_size}),",
@@ -169,7 +169,10 @@ def _prediction(exported: Exported) -> str:
         f"    mean={exported.mean},",
         f"    std={exported.std},",
         ")",
-        f'image = transform(Image.open("picture.png").convert("{mode}"))',
+        'picture = Image.open("picture.png")',
+        'if picture.mode.startswith("I;16"):  # Pillow would clip it at 255',
+        "    picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))",
+        f'image = transform(picture.convert("{mode}"))',
     ]
     if not exported.classes:
         return "\n".join([*config, *transform, "features = model(image[None])"])

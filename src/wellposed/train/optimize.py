@@ -15,6 +15,10 @@ from wellposed.train.checkpoint.processes import several
 from wellposed.train.recipe import Recipe
 
 SCHEDULES = ("cosine", "tanh", "poly", "step", "multistep")
+POLY_POWER = 0.9
+"""The usual one. timm takes it from ``decay_rate``, whose 0.1 would hold the rate up until the very end."""
+STEP_FACTOR = 0.1
+"""Of the learning rate at each step."""
 
 
 def check_optimizer(recipe: Recipe) -> None:
@@ -58,6 +62,7 @@ def make_schedule(optimizer: Optimizer, recipe: Recipe, updates_per_epoch: int) 
         num_epochs=recipe.epochs,
         decay_epochs=max(recipe.epochs // 3, 1),
         decay_milestones=[recipe.epochs // 2, recipe.epochs * 3 // 4],
+        decay_rate=POLY_POWER if recipe.schedule == "poly" else STEP_FACTOR,
         min_lr=recipe.min_lr,
         warmup_lr=recipe.lr / 1000,
         warmup_epochs=recipe.warmup_epochs or 0,
@@ -65,7 +70,20 @@ def make_schedule(optimizer: Optimizer, recipe: Recipe, updates_per_epoch: int) 
         step_on_epochs=False,
         updates_per_epoch=updates_per_epoch,
     )
+    if recipe.schedule in ("step", "multistep"):
+        _keep_above(schedule, min(recipe.min_lr, recipe.lr))
     return schedule
+
+
+def _keep_above(schedule: Any, least: float) -> None:
+    """Timm's steps know no lowest rate; the warm-up starts below it in all schedules."""
+    rates = schedule._get_lr
+
+    def kept(update: int) -> list[float]:
+        values: list[float] = rates(update)
+        return values if update < schedule.warmup_t else [max(value, least) for value in values]
+
+    schedule._get_lr = kept
 
 
 def gradient_norm(parameters: list[nn.Parameter], limit: float | None) -> Tensor:

@@ -85,6 +85,11 @@ def _patch_for(recipe: Recipe, size: int) -> int | None:
     least = 4 if size <= 16 else 7
     if size % own == 0 and size // own >= least:
         return None
+    if size < least:
+        raise ValueError(
+            f"image_size must be at least {least}, so that there are {least} x {least} patches, got {size}; "
+            "raise it, or set patch_size."
+        )
     return next(patch for patch in range(size // least, 0, -1) if size % patch == 0)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from wellposed.train.recipe import Recipe
 from wellposed.train.recipe_file import read_recipe, write_recipe
 from wellposed.train.report import write_json
+from wellposed.train.report.result import read_json
 
 RECIPE = "recipe.toml"
 
@@ -71,7 +72,7 @@ def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any]
             )
         result = folder / "result.json"
         if result.is_file():
-            done: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+            done = read_json(result)
             if done.get("finished"):
                 return done
     elif folder.is_dir() and any(folder.iterdir()):

@@ -21,6 +21,7 @@ from wellposed.train.model import Built, build_model, with_gray_floor
 from wellposed.train.recipe import Recipe
 from wellposed.train.resolve import resolve, resolve_floor, resolve_for
 from wellposed.train.run_folder import recipe_before
+from wellposed.train.seen_before import seen_before
 
 
 def make_accelerator(recipe: Recipe, trackers: list[str], project: str | Path) -> Accelerator:
@@ -71,6 +72,7 @@ def prepare(recipe: Recipe, accelerator: Accelerator) -> Prepared:
     if recipe.compile is None:
         recipe = dataclasses.replace(recipe, compile=device.type == "cuda")
     built = build_model(recipe, len(data.classes), data.channels)
+    built.notes.extend(seen_before(recipe, data))
     recipe = _with_a_monitor_that_can_be(resolve_for(recipe, built.model), built)
     if recipe.task == "mae":
         check_mae(built.model, recipe.mask_ratio)

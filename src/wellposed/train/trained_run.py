@@ -27,6 +27,7 @@ from wellposed.train.export import WEIGHTS
 from wellposed.train.model import build_model
 from wellposed.train.recipe import Recipe
 from wellposed.train.recipe_file import read_recipe
+from wellposed.train.report.result import read_json
 from wellposed.train.report.run_log import NAME as LOG
 from wellposed.train.report.run_log import read_run
 from wellposed.train.run_folder import RECIPE
@@ -214,7 +215,7 @@ def _planned_updates(folder: Path) -> int:
     """Of the whole run, also where it has not come to its end: the schedule of eps hangs on it."""
     file = folder / "result.json"
     if file.is_file():
-        result = json.loads(file.read_text(encoding="utf-8"))
+        result = read_json(file)
         if result["finished"]:
             return int(result["updates"])
     told = [int(line["updates"]) for line in read_run(folder) if line.get("updates")]

@@ -5,6 +5,7 @@ import torch
 
 from train.batches.small_sets import MEAN, STD, arrays, batches, files
 from wellposed.train.batches.evaluation import shares
+from wellposed.train.data.images import UnreadableImageError
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -68,3 +69,21 @@ def test_unreadable_resident_images_are_left_out_and_counted(tmp_path: Path) -> 
     assert train.updates_per_epoch == 1
     with pytest.raises(ValueError, match="number of training images, 20, got 21"):
         batches(data, skip_unreadable=True, batch_size=21)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("placement", ["device", "stream"])
+def test_a_split_of_which_nothing_is_left_is_refused(tmp_path: Path, placement: str, split: str) -> None:
+    data = files(tmp_path)
+    images = getattr(data, split)
+    for index in range(len(images)):
+        Path(images.name(index)).write_bytes(b"no image")
+    expected = rf"expected at least one .*, got none among the {len(images)} .*\.png cannot be read"
+
+    def read() -> None:
+        train, test = batches(data, placement=placement, workers=0, skip_unreadable=True)
+        train.at(0)
+        list(test)
+
+    with pytest.raises(UnreadableImageError, match=expected):
+        read()

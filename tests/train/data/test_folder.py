@@ -1,6 +1,7 @@
 """Folders of images, whole and damaged."""
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -206,6 +207,19 @@ def test_folders_that_are_no_set(write_folder: WriteFolder, tmp_path: Path) -> N
         open_data(str(root))
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere"):
         open_data(f"folder:{tmp_path / 'nowhere'}")
+
+
+def test_a_class_whose_name_is_no_text_is_named(write_folder: WriteFolder) -> None:
+    folder = write_folder("cat/1.png", "cat/2.png")
+    try:
+        Path(os.fsdecode(os.fsencode(folder) + b"/d\xffg")).mkdir()
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    with pytest.raises(
+        ValueError, match=r"UTF-8 text, got the folder 'd\\udcffg' in .*; rename it"
+    ) as raised:
+        open_data(str(folder))
+    str(raised.value).encode()
 
 
 def test_worker_processes_see_the_same_images(write_folder: WriteFolder) -> None:

@@ -33,7 +33,14 @@ class TrainBatches(Protocol):
     updates_per_epoch: int
     placement: Literal["device", "stream"]
     notes: list[str]
-    """Sentences for a report: images that could not be read. While images are streamed it may grow."""
+    """Sentences for a report, at the start: images that could not be read."""
+    unreadable: list[str]
+    """A message for each streamed image that was met and could not be read; it grows."""
+
+    @property
+    def images(self) -> int:
+        """Without those that could not be read, as far as they are known."""
+        ...
 
     def iterate(self, start: int, stop: int) -> Iterator[tuple[int, list[Batch]]]:
         """The updates from ``start`` up to ``stop``, each with this process's passes."""
@@ -55,8 +62,14 @@ class TrainBatches(Protocol):
 class EvalBatches(Protocol):
     """The test images in order, shared by the processes, in batches of one size."""
 
-    images: int
     notes: list[str]
+    unreadable: list[str]
+    """As of :class:`TrainBatches`."""
+
+    @property
+    def images(self) -> int:
+        """As of :class:`TrainBatches`."""
+        ...
 
     def __len__(self) -> int:
         """Batches of this process; every process has as many."""

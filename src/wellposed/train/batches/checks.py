@@ -38,6 +38,11 @@ def check_images(
     recipe: Recipe, data: ImageData, size: int, mean: Sequence[float], std: Sequence[float]
 ) -> None:
     """The images, their normalisation, and augmentation that would do nothing."""
+    if recipe.task != "mae" and len(data.classes) < 2:
+        raise ValueError(
+            f"expected at least two classes to tell apart in {data.name}, got {len(data.classes)} "
+            f"({', '.join(data.classes)}); add images of another class, or pre-train with task=mae."
+        )
     if not len(data.test):
         raise ValueError(f"expected test images in {data.name}, got none; add some, or raise holdout.")
     if len(mean) != data.channels or len(std) != data.channels or min(std) <= 0:

@@ -21,7 +21,7 @@ from wellposed.train.batches.items import Items, Key, refuse_missing
 from wellposed.train.batches.loader import loader
 from wellposed.train.batches.order import Indices
 from wellposed.train.batches.preparation import scale
-from wellposed.train.batches.streamed import note_replaced
+from wellposed.train.batches.streamed import collect_unreadable
 from wellposed.train.batches.upload import Uploads, upload
 
 
@@ -47,7 +47,8 @@ class ResidentEval:
         world: int,
         notes: list[str],
     ) -> None:
-        self.pixels, self.labels, self.images, self.notes = pixels, labels, len(pixels), notes
+        self.pixels, self.labels, self.notes = pixels, labels, notes
+        self.images, self.unreadable = len(pixels), list[str]()
         self.mean, self.std = scale(mean, pixels.device), scale(std, pixels.device)
         indices, weights = shares(self.images, batch_size, rank, world)
         self._indices, self._weights = upload(indices, pixels.device), upload(weights, pixels.device)
@@ -80,10 +81,14 @@ class StreamedEval:
         world: int,
         notes: list[str],
     ) -> None:
-        self.items, self.images, self.workers, self.notes = items, len(items.split), workers, notes
+        self.items, self.workers, self.notes, self.unreadable = items, workers, notes, list[str]()
         self.mean, self.std, self.device = scale(mean, device), scale(std, device), device
-        self._indices, self._weights = shares(self.images, batch_size, rank, world)
+        self._indices, self._weights = shares(len(items.split), batch_size, rank, world)
         self._upload = Uploads(device)
+
+    @property
+    def images(self) -> int:
+        return len(self.items.split) - len(self.unreadable)
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -92,8 +97,8 @@ class StreamedEval:
         keys = [[Key(0, image, image) for image in batch] for batch in self._indices.tolist()]
         batches = loader(self.items, keys, self.workers, self.device, persistent=False)
         for loaded, weights in zip(batches, self._weights, strict=True):
-            refuse_missing(loaded)
-            note_replaced(loaded, self.notes)
+            refuse_missing(loaded, self.items)
+            collect_unreadable(loaded, self.unreadable)
             was_read = np.array([not problem for problem in loaded.problems], np.float32)
             images, labels = self._upload([loaded.images, loaded.labels])
             images = normalised(images, self.mean, self.std)

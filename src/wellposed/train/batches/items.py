@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, default_collate
 from wellposed.train.batches.draws import Purpose, all_seeded
 from wellposed.train.batches.policies import keep_a_bit
 from wellposed.train.data.decoding import fitted
+from wellposed.train.data.headers import nothing_left
 from wellposed.train.data.images import UnreadableImageError
 from wellposed.train.data.split import Split
 from wellposed.train.recipe import Recipe
@@ -127,11 +128,13 @@ def together(items: list[Item]) -> Loaded:
     return Loaded(images, labels, problems)
 
 
-def refuse_missing(loaded: Loaded) -> Loaded:
-    """The batch, or an error that names the first image that could not be read."""
-    if not loaded.images.numel():
-        problem = next(filter(None, loaded.problems))
-        raise UnreadableImageError(
-            f"{problem} Repair or remove it, or leave such images out with skip_unreadable."
-        )
-    return loaded
+def refuse_missing(loaded: Loaded, items: Items) -> None:
+    """Raise an error that names the first image that could not be read, if one is missing in the batch."""
+    if loaded.images.numel():
+        return
+    problem = next(filter(None, loaded.problems))
+    if items.replaces:
+        raise nothing_left(len(items.split), problem)
+    raise UnreadableImageError(
+        f"{problem} Repair or remove it, or leave such images out with skip_unreadable."
+    )

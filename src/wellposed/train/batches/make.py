@@ -18,7 +18,7 @@ from wellposed.train.batches.resident import ResidentBatches
 from wellposed.train.batches.streamed import StreamedBatches
 from wellposed.train.batches.upload import upload
 from wellposed.train.data.decoding import decode_all, decode_readable
-from wellposed.train.data.headers import counted
+from wellposed.train.data.headers import counted, nothing_left
 from wellposed.train.data.split import ImageData, Split
 from wellposed.train.recipe import Recipe
 
@@ -118,6 +118,8 @@ def resident(
         pixels = decode_all(split, size, data.channels)
         return upload(pixels, device), upload(split.labels, device)
     pixels, indices, unreadable = decode_readable(split, size, data.channels)
+    if not len(indices):
+        raise nothing_left(len(split), unreadable[0])
     if unreadable:
         notes.append(f"{counted(data.name, list(unreadable), len(split))} They were left out.")
     return upload(pixels, device), upload(split.labels[indices], device)

@@ -21,6 +21,7 @@ class ResidentBatches:
 
     def __init__(self, pixels: Tensor, labels: Tensor, preparation: Preparation, *, notes: list[str]) -> None:
         self.pixels, self.labels, self.preparation, self.notes = pixels, labels, preparation, notes
+        self.images, self.unreadable = len(pixels), list[str]()
         self.updates_per_epoch = preparation.order.updates_per_epoch
         self._epoch: tuple[int, Tensor] | None = None
 

@@ -48,19 +48,24 @@ class StreamedBatches:
         items: the training images.
         preparation: what is done on the device.
         workers: processes that read; 0 reads in this one.
-        notes: gets a sentence for each image that another one stands in for.
+        notes: sentences for a report.
     """
 
     placement: Literal["device", "stream"] = "stream"
 
     def __init__(self, items: Items, preparation: Preparation, *, workers: int, notes: list[str]) -> None:
         self.items, self.preparation, self.workers, self.notes = items, preparation, workers, notes
+        self.unreadable: list[str] = []
         self.updates_per_epoch = preparation.order.updates_per_epoch
         self._keys = KeysOfUpdates(preparation.order)
         self._upload = Uploads(preparation.device)
         self._loader: DataLoader[Item] | None = None
         self._batches: Iterator[Any] = iter(())
         self._turn = 0
+
+    @property
+    def images(self) -> int:
+        return len(self.items.split) - len(self.unreadable)
 
     def iterate(self, start: int, stop: int) -> Iterator[tuple[int, list[Batch]]]:
         self._turn += 1
@@ -94,15 +99,16 @@ class StreamedBatches:
 
     def _prepared(self, update: int, loaded: list[Loaded]) -> list[Batch]:
         batches = []
-        for plan, one_pass in zip(self.preparation.plans(update), map(refuse_missing, loaded), strict=True):
-            note_replaced(one_pass, self.notes)
+        for plan, one_pass in zip(self.preparation.plans(update), loaded, strict=True):
+            refuse_missing(one_pass, self.items)
+            collect_unreadable(one_pass, self.unreadable)
             images, labels = self._upload([one_pass.images, one_pass.labels])
             batches.append(self.preparation.batch(update, plan, images, None, labels))
         return batches
 
 
-def note_replaced(loaded: Loaded, notes: list[str]) -> None:
-    """A sentence for each image that could not be read, once."""
+def collect_unreadable(loaded: Loaded, unreadable: list[str]) -> None:
+    """Add a message for each image that could not be read, once."""
     for problem in filter(None, loaded.problems):
-        if problem not in notes:
-            notes.append(problem)
+        if problem not in unreadable:
+            unreadable.append(problem)

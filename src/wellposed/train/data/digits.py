@@ -33,4 +33,5 @@ def digits(seed: int) -> Contents:
         train=whole.select(order[TEST_IMAGES:]),
         test=whole.select(order[:TEST_IMAGES]),
         photographs=False,
+        is_test_drawn=True,
     )

@@ -101,6 +101,12 @@ def _listing(root: Path) -> _Listing:
     names = _folders(root)
     if not names:
         raise ValueError(f"expected one folder a class in {root}, such as {root / 'cat'}, found no folders.")
+    for name in names:
+        if not _is_text(name):
+            raise ValueError(
+                f"the names of classes must be UTF-8 text, got the folder {name!r} in {str(root)!r}; "
+                "rename it."
+            )
     images: dict[str, list[str]] = {}
     others: Counter[str] = Counter(
         Path(entry.name).suffix
@@ -123,6 +129,15 @@ def _folders(root: Path) -> list[str]:
     return sorted(
         entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")
     )
+
+
+def _is_text(name: str) -> bool:
+    """Python keeps bytes of a name that are no UTF-8 as lone surrogates, which no file can hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _files(folder: Path, prefix: str, above: set[tuple[int, int]]) -> Iterator[str]:

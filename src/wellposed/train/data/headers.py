@@ -76,6 +76,14 @@ def refusal(what: str, messages: list[str], total: int) -> UnreadableImageError:
     )
 
 
+def nothing_left(total: int, first: str) -> UnreadableImageError:
+    """Where those that cannot be read are left out, and none of a split can be."""
+    return UnreadableImageError(
+        f"expected at least one image that can be read, got none among the {total} of a split; the first: "
+        f"{first} Repair them, or take other data."
+    )
+
+
 def counted(what: str, messages: list[str], total: int) -> str:
     """How many cannot be read, the first of them, and why.
 

@@ -94,6 +94,7 @@ def open_data(
         size=sizes.pop() if len(sizes) == 1 else None,
         photographs=contents.photographs,
         notes=notes,
+        is_test_drawn=contents.is_test_drawn or contents.test is None,
     )
 
 

@@ -77,6 +77,7 @@ class ImageData:
         size: side in pixels if all images are squares of one known size, else None.
         photographs: mirroring leaves the class as it is.
         notes: sentences for a report.
+        is_test_drawn: the seed chose the test images; the set has no test split of its own.
     """
 
     name: str
@@ -87,6 +88,7 @@ class ImageData:
     size: int | None
     photographs: bool
     notes: tuple[str, ...] = ()
+    is_test_drawn: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a source holds; without ``test`` a share of ``train`` is held out."""
+    """What a source holds; without ``test`` a share of ``train`` is held out.
+
+    ``is_test_drawn``: the source itself has drawn ``test`` by the seed.
+    """
 
     classes: tuple[str, ...]
     train: Part
     test: Part | None
     photographs: bool = True
     notes: tuple[str, ...] = ()
+    is_test_drawn: bool = False

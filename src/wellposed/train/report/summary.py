@@ -37,6 +37,17 @@ def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def best_accuracy(summary: Mapping[str, Any]) -> float | None:
+    """Of the best test, which the weights in ``best`` had: those of the run, or their moving average.
+
+    >>> best_accuracy({"best": {"accuracy": 0.5, "ema_accuracy": 0.75}}), best_accuracy({"best": None})
+    (0.75, None)
+    """
+    best = summary.get("best") or {}
+    told = (best.get("accuracy"), best.get("ema_accuracy"))
+    return max((value for value in told if isinstance(value, (int, float))), default=None)
+
+
 def _of(lines: Sequence[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
     return [line for line in lines if line["event"] == event]
 

@@ -11,6 +11,7 @@ from typing import Any
 from wellposed.text import aligned
 from wellposed.train.report import write_json
 from wellposed.train.report.status import duration, number, percent, rate
+from wellposed.train.report.summary import best_accuracy
 from wellposed.train.sweep import progress
 from wellposed.train.sweep.children import Child
 
@@ -36,10 +37,10 @@ def rows(children: Sequence[Child]) -> list[dict[str, Any]]:
 
 def _row(child: Child) -> dict[str, Any]:
     result = child.result or {}
-    last, best = (result.get(name) or {} for name in ("test", "best"))
+    last = result.get("test") or {}
     measured = {
         "accuracy": last.get("accuracy"),
-        "best_accuracy": best.get("accuracy"),
+        "best_accuracy": best_accuracy(result),
         "loss": last.get("loss"),
     }
     finished = child.state == "finished"
