@@ -115,6 +115,7 @@ def test_fields_that_need_others(values, missing) -> None:
         ({"graying": "spectral", "gray_floor": 0.0}, r"gray_floor must be in \(0, 1\], got 0.0"),
         ({"graying": "spectral", "target_kappa": 0.5}, "target_kappa must be at least 1, got 0.5"),
         ({"task": "mae", "mixup": 0.2}, "no labels to mix"),
+        ({"remove_skips": "ffn", "drop_path": 0.1}, "nothing of an image would be left"),
         ({"mixup": 0.0, "mix_probability": 0.5}, "mix_probability does nothing alone; add mixup or cutmix"),
         ({"batch_size": 10, "accumulate": 3}, "multiple of accumulate, got 10 and 3"),
         (

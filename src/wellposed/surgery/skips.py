@@ -22,7 +22,8 @@ def remove_skips(
 ) -> Edits:
     """Remove skip connections from a model's blocks, in place.
 
-    What a block adds to its input becomes what it returns: x + f(x) -> f(x).
+    What a block adds to its input becomes what it returns: x + f(x) -> f(x). Train such a model without
+    stochastic depth (timm's ``drop_path_rate``): where it drops f(x), nothing of the image is left.
 
     Args:
         model: any model of a known family, not yet compiled, sharded or replicated.

@@ -66,6 +66,11 @@ def check_together(recipe: "Recipe") -> None:
         raise ValueError("task=mae has no accuracy that could collapse; leave collapse_patience out.")
     if recipe.mix_probability != 1 and recipe.mixup == 0 and recipe.cutmix == 0:
         raise ValueError("mix_probability does nothing alone; add mixup or cutmix, or leave it out.")
+    if recipe.remove_skips is not None and recipe.drop_path:
+        raise ValueError(
+            "drop_path drops branches, and where remove_skips has left no skip beside them nothing of an "
+            "image would be left; leave one of them out."
+        )
     if recipe.warmup_epochs is not None and recipe.warmup_epochs >= recipe.epochs:
         raise ValueError(
             f"warmup_epochs must be less than epochs, got {recipe.warmup_epochs:g} and {recipe.epochs}; "

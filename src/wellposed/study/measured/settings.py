@@ -27,4 +27,6 @@ def plain_vit_with_checkpoints(scale: Scale, data: str) -> Recipe:
     if kind == "small":
         # With larger steps it does not learn without skips.
         kept["lr"] = 3e-4
+    # Stochastic depth does not go with blocks without skips.
+    kept["drop_path"] = 0.0
     return Recipe(**plain_vit(scale, data).to_mapping() | kept)
