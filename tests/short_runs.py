@@ -30,8 +30,8 @@ def recipe(**fields: Any) -> Recipe:
     return Recipe(**usual | fields)
 
 
-def run(folder: Path, **fields: Any) -> Result:
-    return fit(recipe(**fields), out=folder, quiet=True)
+def run(folder: Path, *, overwrite: bool = False, **fields: Any) -> Result:
+    return fit(recipe(**fields), out=folder, overwrite=overwrite, quiet=True)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@
     print(result.accuracy, result.folder)
 """
 
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from wellposed.train.agree import wait_for_all
+from wellposed.train.alone import only_training_in
 from wellposed.train.attention_kernels import without_cudnn_attention
 from wellposed.train.batches import EvalBatches, TrainBatches, make_batches
 from wellposed.train.batches.order import slot_positions
@@ -92,16 +94,22 @@ def fit(
         accelerator = make_accelerator(recipe, trackers, "runs" if out is None else out)
         prepared = prepare(recipe, accelerator)
         folder = default_folder(prepared.recipe) if out is None else Path(out)
-        return _run(prepared, accelerator, folder, overwrite, console)
+        with ExitStack() as held:
+            return _run(prepared, accelerator, folder, overwrite, console, held)
 
 
 def _run(
-    prepared: Prepared, accelerator: Accelerator, folder: Path, overwrite: bool, console: Console
+    prepared: Prepared,
+    accelerator: Accelerator,
+    folder: Path,
+    overwrite: bool,
+    console: Console,
+    held: ExitStack,
 ) -> Result:
     device, is_first = accelerator.device, accelerator.is_main_process
     prepared = settled(prepared, folder, overwrite, device)
     recipe = prepared.recipe
-    done = from_first(lambda: _open(folder, recipe, overwrite), device)
+    done = from_first(lambda: _open(folder, recipe, overwrite, held), device)
     if done is not None:
         if is_first:
             console.print(f"{folder} is finished already; --overwrite runs it again.")
@@ -187,8 +195,12 @@ def _train(
     return _result(status, folder, summary)
 
 
-def _open(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any] | None:
-    done = open_folder(folder, recipe, overwrite)
+def _open(folder: Path, recipe: Recipe, overwrite: bool, held: ExitStack) -> dict[str, Any] | None:
+    # Also what is overwritten must not be in use.
+    with only_training_in(folder) if folder.is_dir() else nullcontext():
+        done = open_folder(folder, recipe, overwrite)
+    if done is None:
+        held.enter_context(only_training_in(folder))
     for name in ("best", "last"):
         recover(folder / name)
     if done is None:
