@@ -263,5 +263,7 @@ def test_unreachable_tolerance_names_a_reachable_one() -> None:
         fit_power(0.0, tolerance=1e-9)
     reachable = float(str(raised.value).split("at least ")[1].split()[0])
     assert fit_power(0.0, tolerance=1.05 * reachable).error <= 1.05 * reachable
+    times = float(str(raised.value).split("raise the tolerance ")[1].split()[0])
+    assert fit_power(0.0, tolerance=times * 1e-9).error <= times * 1e-9
     with pytest.raises(ValueError, match="tolerance must be at least"):
         fit_family(tolerance=1e-9)

@@ -171,10 +171,11 @@ def _check(floor: float, tolerance: float) -> None:
 
 
 def _unreachable(tolerance: float, floor: float, reached: float) -> ValueError:
+    times = math.ceil(10 * reached / tolerance) / 10
     return ValueError(
         f"the fit's part of the tolerance must be at least {reached:.1e} for floor {floor:g}, got "
-        f"{tolerance:g}; no chain of squarings does better: raise the tolerance {reached / tolerance:.1f} "
-        "times or more, or take an SVD."
+        f"{tolerance:g}; no chain of squarings does better: raise the tolerance {times:g} times or more, or "
+        "take an SVD."
     )
 
 
