@@ -20,9 +20,10 @@ from rich.table import Table
 
 from wellposed import __version__
 from wellposed.study.trained.bases import digits_fields
+from wellposed.train.alone import alone_in
 from wellposed.train.recipe import Recipe
 from wellposed.train.report import write_json
-from wellposed.train.sweep import COMMAND, alone_in, cores, failures, train_runs
+from wellposed.train.sweep import COMMAND, cores, failures, train_runs
 from wellposed.train.sweep.plan import Run
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ def _make_room(out: Path, recipes: Mapping[str, Any]) -> None:
             "take another --out."
         )
     asked = json.loads(json.dumps({"version": __version__, "recipes": recipes}))
-    out.mkdir(parents=True, exist_ok=True)
+    (out / RUNS).mkdir(parents=True, exist_ok=True)
     with alone_in(out / RUNS):
         before = json.loads((out / MARK).read_text(encoding="utf-8")) if strangers else {}
         if before.get("finished") is False and {name: before.get(name) for name in asked} == asked:

@@ -7,13 +7,13 @@ import shutil
 import pytest
 
 from short_runs import run
-from wellposed.train import alone
+from wellposed.train import alone, fitting
 from wellposed.train.loop import Loop
 
 
 @pytest.fixture
 def no_patience(monkeypatch) -> None:
-    monkeypatch.setattr(alone, "PATIENCE", 0.0)
+    monkeypatch.setattr(fitting, "PATIENCE", 0.0)
 
 
 @pytest.mark.usefixtures("no_patience")
@@ -26,7 +26,7 @@ def test_a_second_training_is_refused_and_changes_nothing(tmp_path, monkeypatch,
         if update == 5:
             before = sorted(path.name for path in folder.rglob("*"))
             with pytest.raises(
-                BlockingIOError, match=r"one is at work in .*run; wait for it, or take another"
+                BlockingIOError, match=r"still works in .*run; wait for it, or choose another"
             ):
                 run_beside()
             seen.append(sorted(path.name for path in folder.rglob("*")) == before)
@@ -47,7 +47,7 @@ def test_it_waits_for_what_a_killed_training_has_left(tmp_path, monkeypatch) -> 
     held = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     monkeypatch.setattr(alone.time, "sleep", lambda seconds: os.close(held))
-    with alone.only_training_in(tmp_path):
+    with alone.alone_in(tmp_path, 15.0):
         pass
 
 
@@ -56,5 +56,5 @@ def test_without_locks_it_goes_on(tmp_path, monkeypatch) -> None:
         raise OSError("no locks here")
 
     monkeypatch.setattr(alone.fcntl, "flock", unsupported)
-    with alone.only_training_in(tmp_path):
+    with alone.alone_in(tmp_path, 15.0):
         shutil.rmtree(tmp_path)

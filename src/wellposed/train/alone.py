@@ -1,4 +1,4 @@
-"""One training in a folder at a time: two would write into each other's files."""
+"""One at a time in a folder: two trainings, or two sweeps, would write into each other's files."""
 
 import fcntl
 import os
@@ -12,35 +12,40 @@ PATIENCE = 15.0
 
 
 @contextmanager
-def only_training_in(folder: Path) -> Iterator[None]:
+def alone_in(folder: Path, patience: float = 0.0) -> Iterator[int]:
     """Hold a folder that exists, until the end of the block or of the process.
 
-    The lock is on the folder itself and leaves no file. A file system without locks is trusted.
+    The lock is on the folder itself and leaves no file. Where the file system has no locks, nothing is held.
+
+    Args:
+        folder: which.
+        patience: seconds to wait for who holds it.
+
+    Yields:
+        The lock. Children that inherit it hold it too: when their parent is killed, until they have ended.
 
     Raises:
-        BlockingIOError: another training holds it.
+        BlockingIOError: another one holds it.
     """
-    held = os.open(folder, os.O_RDONLY)
+    lock = os.open(folder, os.O_RDONLY)
     try:
-        _lock(held, folder)
-        yield
+        _take(lock, folder, time.monotonic() + patience)
+        yield lock
     finally:
-        os.close(held)
+        os.close(lock)
 
 
-def _lock(held: int, folder: Path) -> None:
-    until = time.monotonic() + PATIENCE
+def _take(lock: int, folder: Path, until: float) -> None:
     while True:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except BlockingIOError as error:
             if time.monotonic() > until:
                 raise BlockingIOError(
-                    f"expected a folder that no other training uses, one is at work in {folder}; "
-                    "wait for it, or take another --out."
+                    f"another training or sweep, or a run that one has left behind, still works in {folder}; "
+                    "wait for it, or choose another --out."
                 ) from error
             time.sleep(0.2)
         except OSError:
-            return
-        else:
             return

@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from wellposed.train.agree import wait_for_all
-from wellposed.train.alone import only_training_in
+from wellposed.train.alone import PATIENCE, alone_in
 from wellposed.train.attention_kernels import without_cudnn_attention
 from wellposed.train.batches import EvalBatches, TrainBatches, make_batches
 from wellposed.train.batches.order import slot_positions
@@ -197,10 +197,10 @@ def _train(
 
 def _open(folder: Path, recipe: Recipe, overwrite: bool, held: ExitStack) -> dict[str, Any] | None:
     # Also what is overwritten must not be in use.
-    with only_training_in(folder) if folder.is_dir() else nullcontext():
+    with alone_in(folder, PATIENCE) if folder.is_dir() else nullcontext():
         done = open_folder(folder, recipe, overwrite)
     if done is None:
-        held.enter_context(only_training_in(folder))
+        held.enter_context(alone_in(folder, PATIENCE))
     for name in ("best", "last"):
         recover(folder / name)
     if done is None:

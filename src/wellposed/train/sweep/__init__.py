@@ -6,19 +6,18 @@ its folder. A run that fails does not stop the others, and a sweep that is calle
 stopped: runs that have finished are not trained again.
 """
 
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from wellposed.train.alone import alone_in
 from wellposed.train.sweep import summary
 from wellposed.train.sweep.children import Child, Signals, nothing_more, train_all
 from wellposed.train.sweep.plan import Run, plan, write_recipes
@@ -99,6 +98,7 @@ def train_runs(
             the runs that had waited for it. It must not take long: no run is started meanwhile.
         at_end: called while the folder is still locked and signals wait.
     """
+    out.mkdir(parents=True, exist_ok=True)
     with alone_in(out) as lock:
         write_recipes(runs)
         children = [Child.of(each) for each in runs]
@@ -148,27 +148,6 @@ def child_environment(jobs: int, environment: Mapping[str, str]) -> dict[str, st
 def cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextmanager
-def alone_in(out: Path) -> Iterator[int]:
-    """Keep a second sweep out of the folder.
-
-    The children inherit the lock: when the sweep alone is killed, it holds until they have ended too.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    lock = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(
-                f"a sweep, or a run that one has left behind, still works in {out}; "
-                "wait for it, or choose another --out."
-            ) from error
-        yield lock
-    finally:
-        os.close(lock)
 
 
 def _opening(children: Sequence[Child], jobs: int, out: Path) -> str:
