@@ -4,11 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import short_runs
-from study_records import draws, kept, records
+from study_records import draws, records
 from wellposed.bench.graying import StepsPlan
+from wellposed.study import ledger
+from wellposed.study.files import read_summary
 from wellposed.study.measured import bounds, density, jacobian_spectrum, training_time
+from wellposed.study.running import run
 
 
 def test_training_steps_are_timed_once(monkeypatch, tmp_path):
@@ -19,11 +23,15 @@ def test_training_steps_are_timed_once(monkeypatch, tmp_path):
         )
 
     monkeypatch.setattr(training_time, "usual_steps", tiny)
-    rows = kept(training_time.steps_once("small", tmp_path))
+    run(training_time.STUDY, out=tmp_path, console=Console(quiet=True))
+    _, rows, _ = ledger.read(tmp_path)
     assert [row["edit"] for row in rows] == ["plain", "svd-embedding", "dct-embedding"]
     report = training_time.report(records({}, rows))
     assert [row["edit"] for row in report.tables["table"]] == [row["edit"] for row in rows]
     draws(report, tmp_path)
+    summary = read_summary(tmp_path)
+    assert (summary["data"], summary["seeds"]) == ({}, [])
+    assert summary["command"] == "wellposed study training-time --scale small"
 
 
 @pytest.mark.parametrize(

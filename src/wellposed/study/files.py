@@ -34,9 +34,10 @@ def about(session: "Session", records: StudyRecords, before: Mapping[str, Any]) 
     """
     study = session.study
     specs = {**before.get("data", {}), **{data_name(spec): shown(spec) for spec in session.data}}
-    names = records.datasets or list(specs)
-    data = {name: specs.get(name, name) for name in names}
-    seeds = sorted({run.seed for run in records.runs}) or list(session.seeds)
+    data, seeds = {}, []
+    if study.cells(session.scale):  # what trains nothing depends on neither
+        data = {name: specs.get(name, name) for name in records.datasets or specs}
+        seeds = sorted({run.seed for run in records.runs}) or list(session.seeds)
     return {
         "study": study.name,
         "title": study.title,
@@ -44,7 +45,7 @@ def about(session: "Session", records: StudyRecords, before: Mapping[str, Any]) 
         "claim": study.claim,
         "command": AND.join(
             command(study.name, session.scale, [data[name] for name in of_seeds], each, session.changes)
-            for each, of_seeds in _by_seeds(records, data, seeds).items()
+            for each, of_seeds in (_by_seeds(records, data, seeds) or {(): []}).items()
         ),
         "scale": session.scale,
         "data": data,
@@ -105,11 +106,15 @@ def command(
 
     >>> command("both", "small", ["cifar10:DIR"], [0, 1], {"epochs": 3})
     'wellposed study both --data cifar10:DIR --scale small --seeds 0,1 --set epochs=3'
+    >>> command("training-time", "small", [], [], {})
+    'wellposed study training-time --scale small'
     """
     parts = ["wellposed", "study", name]
     for spec in data:
         parts += ["--data", shown(spec)]
-    parts += ["--scale", scale, "--seeds", ",".join(map(str, seeds))]
+    parts += ["--scale", scale]
+    if seeds:
+        parts += ["--seeds", ",".join(map(str, seeds))]
     for field, value in changes.items():
         given = value.items() if isinstance(value, Mapping) else [("", value)]
         for key, each in given:
