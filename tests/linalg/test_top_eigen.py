@@ -38,7 +38,14 @@ def test_prescribed_spectrum(name, dtype):
 def test_flat_gaussian_of_many_tokens():
     A = gram(196, 768)
     lam, _ = top_eigenpair(A)
-    torch.testing.assert_close(lam, torch.linalg.eigvalsh(A)[:, -1], rtol=5e-4, atol=0)  # seen 1.4e-4
+    torch.testing.assert_close(lam, torch.linalg.eigvalsh(A)[:, -1], rtol=1e-8, atol=0)
+
+
+def test_evenly_spaced_singular_values_of_many_tokens():
+    # No eigenvalue stands out from its neighbours, which those of tokens with a common mean do.
+    s, Q = torch.linspace(1, 0.01, 197, dtype=torch.float64), orthogonal(197, (8,))
+    lam, _ = top_eigenpair((Q * s.square()) @ Q.mT)
+    torch.testing.assert_close(lam, torch.ones_like(lam), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 24])

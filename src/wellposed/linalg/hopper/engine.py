@@ -14,11 +14,10 @@ from torch import Tensor
 from wellposed.linalg.hopper import lanczos, products
 from wellposed.linalg.hopper import steps as chain
 from wellposed.linalg.spectral_fit import MARGIN
+from wellposed.linalg.top_eigen import LANCZOS_STEPS
 
 EDGE = 32
 """Matrices are padded to a multiple of this: rows start on a line of memory, loops have no remainder."""
-
-LANCZOS_STEPS = 24
 
 
 def padded(n: int) -> int:
