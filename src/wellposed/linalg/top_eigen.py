@@ -1,9 +1,9 @@
 """The largest eigenvalue of positive semidefinite matrices and its vector, batched, without an eigensolver.
 
 A few products with each matrix turn a start towards its leading vectors. From there Lanczos with full
-reorthogonalisation makes a small tridiagonal matrix of it; powers of that, by repeated squaring, single out its
-leading vector. Products and sums only: no wait for the host, so it runs inside ``torch.compile``, ``vmap`` and a
-CUDA graph.
+reorthogonalisation makes a small tridiagonal matrix of it; powers of that, by repeated squaring, single out
+its leading vector. Products and sums only: no wait for the host, so it runs inside ``torch.compile``,
+``vmap`` and a CUDA graph.
 
 >>> A = torch.diag(torch.tensor([1.0, 4.0, 2.0], dtype=torch.float64))
 >>> lam, u = top_eigenpair(A[None])
@@ -21,9 +21,9 @@ LANCZOS_STEPS = 32
 """As many rows as the GPU's kernel holds at once: one more takes as long as 64."""
 
 PRODUCTS = 16
-"""With the matrix, of the start, which take the small eigenvalues out of it. Of 400 matrices with a flat Gaussian
-spectrum of 197 tokens the largest eigenvalue is then right to 3e-6, of as many with evenly spaced singular values
-to 1.1e-4 (float32); without them to 3e-3 and 1e-2."""
+"""Of the start with the matrix, which take the small eigenvalues out of it. Of 400 matrices with a flat
+Gaussian spectrum of 197 tokens the largest eigenvalue is then right to 3e-6, of as many with evenly spaced
+singular values to 1.1e-4 (float32); without them to 3e-3 and 1e-2."""
 
 _SQUARINGS = 14  # the 16,384th power: eigenvalues of the small matrix that differ by 1e-3 are told apart
 
@@ -66,7 +66,7 @@ def _start(A: Tensor) -> Tensor:
 
 def _normalized(v: Tensor) -> Tensor:
     """Of length one, but a zero vector stays zero."""
-    length = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    length: Tensor = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
     return v / length.clamp(min=torch.finfo(v.dtype).tiny)
 
 
