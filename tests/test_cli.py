@@ -207,7 +207,7 @@ def test_sweep_passes_its_options_on(monkeypatch, tmp_path) -> None:
         return SimpleNamespace(exit_code=143)
 
     monkeypatch.setattr(wellposed.train.sweep, "run", fake)
-    arguments = ("a.toml", "more", "--jobs", 3, "--seeds", "0-2,7", "--out", tmp_path)
+    arguments = ("a.toml", "more", "--jobs", 3, "--seeds", "0-2", "--seeds", "7", "--out", tmp_path)
     result = invoke("sweep", *arguments, "--set", "data=cifar10:DIR", "--set", "epochs=2")
     assert result.exit_code == 143
     assert called == {

@@ -46,7 +46,7 @@ def shown(*renderables: object) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("bench")
-    result = invoke(*TINY, *STEPS, "--edits", "cb,dct-pixels", "--out", path)
+    result = invoke(*TINY, *STEPS, "--edits", "cb", "--edits", "dct-pixels", "--out", path)
     assert result.exit_code == 0, result.output
     (path / "output.txt").write_text(result.output)
     return path

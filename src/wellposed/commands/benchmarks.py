@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from wellposed.commands.app import app, plain_errors
-from wellposed.text import indices
+from wellposed.commands.lists import numbers, parts
 from wellposed.train import options
 from wellposed.train.recipe_file import combine
 
@@ -44,8 +44,11 @@ def bench_train(
 @bench.command("graying")
 def bench_graying(
     what: Annotated[
-        str, typer.Option(help="steps: what edits add to a training step; growth: graying alone.")
-    ] = "steps,growth",
+        list[str] | None,
+        typer.Option(
+            help=r"steps: what edits add to a training step; growth: graying alone. \[default: both]"
+        ),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help=rf"Of timm, for steps. {_BY_DEVICE}vit_base_patch16_224]")
     ] = None,
@@ -54,7 +57,7 @@ def bench_graying(
     precision: Annotated[str | None, typer.Option(help=rf"fp32 or bf16. {_BY_DEVICE}bf16]")] = None,
     compile: Annotated[bool | None, typer.Option(help=r"Compile the steps. \[default: on a GPU]")] = None,
     edits: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             help="Some, with commas, of spectral-pixels, spectral-embedding, dct-pixels, dct-embedding, cb, "
             r"cb_s, svd-pixels, svd-embedding. \[default: all but svd]"
@@ -65,20 +68,20 @@ def bench_graying(
     ] = None,
     updates: Annotated[int | None, typer.Option(min=1, help=rf"In one round. {_BY_DEVICE}10]")] = None,
     methods: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             help="Some of spectral, dct, svd-gesvda, eigh, svd for growth; NAME-compiled through "
             r"torch.compile. \[default: all]"
         ),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(help=rf"Sizes for growth, at 768 channels. {_BY_DEVICE}64,...,4096]")
+        list[str] | None, typer.Option(help=rf"Sizes for growth, at 768 channels. {_BY_DEVICE}64,...,4096]")
     ] = None,
     channels: Annotated[
-        str | None, typer.Option(help=rf"Sizes for growth, at 196 tokens. {_BY_DEVICE}192,...,1280]")
+        list[str] | None, typer.Option(help=rf"Sizes for growth, at 196 tokens. {_BY_DEVICE}192,...,1280]")
     ] = None,
     batches: Annotated[
-        str | None, typer.Option(help=rf"Sizes for growth, at 196 x 768. {_BY_DEVICE}1,...,256]")
+        list[str] | None, typer.Option(help=rf"Sizes for growth, at 196 x 768. {_BY_DEVICE}1,...,256]")
     ] = None,
     limit: Annotated[
         float | None,
@@ -101,7 +104,7 @@ def bench_graying(
     Without a GPU the sizes are small, for an answer within a minute.
     """
     with plain_errors():
-        from wellposed.bench.graying import run, show_saved
+        from wellposed.bench.graying import PARTS, run, show_saved
 
         if saved is not None:
             show_saved(saved)
@@ -112,11 +115,11 @@ def bench_graying(
             "batch_size": batch_size,
             "precision": precision,
         }
-        steps |= {"compile": compile, "edits": _parts(edits), "rounds": rounds, "updates": updates}
+        steps |= {"compile": compile, "edits": parts(edits), "rounds": rounds, "updates": updates}
         sizes = {"tokens": _sizes(tokens), "channels": _sizes(channels), "batches": _sizes(batches)}
-        growth = {"methods": _parts(methods), "limit": limit, **sizes}
+        growth = {"methods": parts(methods), "limit": limit, **sizes}
         run(
-            _parts(what) or (),
+            parts(what) or PARTS,
             device=device,
             steps_options={**steps, "seed": seed},
             growth_options={**growth, "seed": seed},
@@ -124,12 +127,8 @@ def bench_graying(
         )
 
 
-def _parts(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(part.strip() for part in text.split(","))
-
-
-def _sizes(text: str | None) -> list[int] | None:
-    found = None if text is None else indices(text, "sizes")
+def _sizes(given: list[str] | None) -> list[int] | None:
+    found = numbers(given, "sizes")
     if found is not None and min(found) < 1:
-        raise ValueError(f"sizes must be positive, got {text!r}; 64,196,576 are examples.")
+        raise ValueError(f"sizes must be positive, got {min(found)}; 64,196,576 are examples.")
     return found

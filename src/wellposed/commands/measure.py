@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from wellposed.commands.app import app, plain_errors
-from wellposed.text import indices
+from wellposed.commands.lists import numbers, parts
 from wellposed.train import options
 
 
@@ -53,14 +53,14 @@ def diagnose(
     ] = None,
     pretrained: Annotated[bool, typer.Option(help="Download the library's own weights.")] = False,
     what: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             help="conditioning, density, bounds, jacobian, ntk, some of them with commas, or all. "
             r"\[default: the first two]"
         ),
     ] = None,
     blocks: Annotated[
-        str | None, typer.Option(help=r"Indices such as 0,3,11 or 0-5. \[default: all]")
+        list[str] | None, typer.Option(help=r"Indices such as 0,3,11 or 0-5. \[default: all]")
     ] = None,
     max_images: Annotated[int | None, typer.Option(min=1, help=r"\[default: 32]")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
@@ -104,12 +104,12 @@ def diagnose(
                 seed=seed or 0,
                 device=kind,
             )
-        measures: Any = [name.strip() for name in what.split(",")] if what and what != "all" else what
+        measures: Any = parts(what)
         diagnosis = wellposed.diagnose(
             target.model,
             target.images,
-            what=measures,
-            blocks=None if blocks is None else indices(blocks),
+            what="all" if measures == ("all",) else measures,
+            blocks=numbers(blocks, "blocks"),
             max_images=max_images,
             batch_size=batch_size,
         )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from wellposed.commands.app import app, plain_errors
-from wellposed.text import indices
+from wellposed.commands.lists import numbers
 from wellposed.train import options
 
 
@@ -24,7 +24,9 @@ def study(
     scale: Annotated[
         str, typer.Option(help="small: minutes on one GPU; paper: as the papers did it.")
     ] = "small",
-    seeds: Annotated[str | None, typer.Option(help=r"Such as 0,1,2 or 0-4. \[default: the study's]")] = None,
+    seeds: Annotated[
+        list[str] | None, typer.Option(help=r"Such as 0,1,2 or 0-4. \[default: the study's]")
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -81,7 +83,7 @@ def study(
                 studies,
                 data=data or ["digits"],
                 scale=cast(Any, scale),
-                seeds=None if seeds is None else indices(seeds, "seeds"),
+                seeds=numbers(seeds, "seeds"),
                 out=out,
                 runs=runs,
                 jobs=jobs,

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from wellposed.commands.app import app, plain_errors
-from wellposed.text import indices
+from wellposed.commands.lists import numbers
 from wellposed.train import options
 from wellposed.train.recipe_file import combine, read_recipe, recipe_text
 
@@ -56,7 +56,7 @@ def sweep(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder with a folder for each run.")] = Path("runs/sweep"),
     seeds: Annotated[
-        str | None, typer.Option(help="Each recipe with each of these, such as 0,1,2 or 0-4.")
+        list[str] | None, typer.Option(help="Each recipe with each of these, such as 0,1,2 or 0-4.")
     ] = None,
     change: Annotated[
         list[str] | None,
@@ -75,7 +75,7 @@ def sweep(
             recipes,
             out=out,
             jobs=jobs,
-            seeds=None if seeds is None else indices(seeds, "seeds"),
+            seeds=numbers(seeds, "seeds"),
             changes=options.assignments(change or ()),
         )
     raise typer.Exit(outcome.exit_code)
