@@ -148,7 +148,9 @@ def write_json(records: Sequence[Record], about: dict[str, Any], path: str | Pat
 def read_json(path: str | Path) -> tuple[list[Record], dict[str, Any]]:
     """What :func:`write_json` wrote."""
     content = json.loads(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or not {"about", "records"} <= content.keys():
+    expected = {"about": dict, "records": list}
+    is_one = isinstance(content, dict) and all(isinstance(content.get(k), v) for k, v in expected.items())
+    if not is_one:
         raise ValueError(
             f"expected a diagnosis with 'about' and 'records' in {path}; Diagnosis.to_json writes one."
         )

@@ -194,8 +194,14 @@ def test_tokens_go_in_as_the_model_takes_them(case: Case):
     assert torch.equal(torch.cat(batches, axis), x)
     assert torch.equal(first_images(x, model, 2), x.narrow(axis, 0, 2))
     assert torch.equal(first_images([x, x], model, 9).narrow(axis, 7, 2), x.narrow(axis, 0, 2))
-    with pytest.raises(ValueError, match=r"expected tokens \(B, L, C\), got a tensor of shape \(7, 32\)"):
-        image_batches(x[0], model)
+    one = x.select(axis, 0)
+    shape = ("B, L, C", "L, B, C")[axis]
+    with pytest.raises(
+        ValueError, match=rf"expected tokens \({shape}\), got a tensor of shape \(7, 32\)"
+    ) as told:
+        image_batches(one, model)
+    assert f"x.unsqueeze({axis}) makes" in str(told.value)
+    assert torch.equal(first_images(one.unsqueeze(axis), model, 1), x.narrow(axis, 0, 1))
 
 
 # Tensors that cannot be meant

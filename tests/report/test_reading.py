@@ -144,6 +144,8 @@ def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
         (None, "there is no"),
         ("nonsense", "expected a diagnosis as JSON"),
         ("[]", "expected a diagnosis with"),
+        ('{"about": "a ViT", "records": []}', "expected a diagnosis with"),
+        ('{"about": {}, "records": 3}', "expected a diagnosis with"),
     ],
 )
 def test_what_is_no_diagnosis(tmp_path: Path, content: str | None, message: str) -> None:

@@ -99,6 +99,16 @@ def test_steps_of_a_warm_up_start_low() -> None:
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_milestones_are_half_and_three_quarters_of_the_updates(epochs) -> None:
+    recipe = Recipe(schedule="multistep", epochs=epochs, lr=1e-3, min_lr=1e-5, warmup_epochs=0.0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    plan = make_schedule(optimizer, recipe, updates_per_epoch=20)
+    for share, rate in ((0, 1e-3), (0.4, 1e-3), (0.6, 1e-4), (0.9, 1e-5)):
+        plan.step_update(int(share * 20 * epochs))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+
+
 def test_the_folder_hangs_on_what_decides() -> None:
     usual = default_folder(Recipe())
     assert usual.parts[0] == "runs"

@@ -202,8 +202,9 @@ class ImageBatches:
             )
         axes = 3 if self._takes_tokens else 4
         if x.ndim != axes and (is_batch or x.ndim != axes - 1):
-            wanted = "tokens (B, L, C)" if self._takes_tokens else "images (B, C, H, W)"
-            remedy = "; x.unsqueeze(0) makes a batch of one" if x.ndim == axes - 1 else ""
+            tokens = "tokens (L, B, C)" if self._axis else "tokens (B, L, C)"
+            wanted = tokens if self._takes_tokens else "images (B, C, H, W)"
+            remedy = f"; x.unsqueeze({self._axis}) makes a batch of one" if x.ndim == axes - 1 else ""
             raise ValueError(f"expected {wanted}, got a tensor of shape {_shape(x)}{remedy}.")
         if not x.numel():
             raise ValueError(f"expected at least one image, got a tensor of shape {_shape(x)}.")

@@ -41,7 +41,7 @@ def training_section(material: Material, budget: Budget) -> Section | Missing:
     if longest > most:
         thinned = (
             f"{len(rows):,} of {total:,} points are drawn, at most {most} of a line: of each stretch of a "
-            "line the lowest and the highest, so that no spike is lost. run.jsonl has them all."
+            "line the lowest and the highest, so that no spike is lost. The files of the runs have them all."
         )
     words = (
         "Loss (solid in training, dashed in tests), accuracy of the tests, the condition number of the "

@@ -61,7 +61,8 @@ def make_schedule(optimizer: Optimizer, recipe: Recipe, updates_per_epoch: int) 
         sched=recipe.schedule,
         num_epochs=recipe.epochs,
         decay_epochs=max(recipe.epochs // 3, 1),
-        decay_milestones=[recipe.epochs // 2, recipe.epochs * 3 // 4],
+        # Timm multiplies them with the updates of an epoch.
+        decay_milestones=[recipe.epochs / 2, recipe.epochs * 3 / 4],  # type: ignore[list-item]
         decay_rate=POLY_POWER if recipe.schedule == "poly" else STEP_FACTOR,
         min_lr=recipe.min_lr,
         warmup_lr=recipe.lr / 1000,
