@@ -28,11 +28,44 @@ Position = Literal["block.start", "attention.end", "mlp.start", "mlp.middle", "m
 
 
 @dataclass(frozen=True)
+class Site:
+    """Where an add stands.
+
+    Args:
+        path: of the module whose method it is, relative to the block.
+        method: its name.
+        number: of the add, among all in that method.
+        skip_is_left: on which side of it the skip stands.
+        digest: of the method's source.
+    """
+
+    path: str
+    method: str
+    number: int
+    skip_is_left: bool
+    digest: str
+
+
+@dataclass(frozen=True)
 class Add:
-    """One residual add of a ``forward``: the variable ``skip`` plus a branch, on either side."""
+    """One residual add: a skip plus a branch.
+
+    Args:
+        role: what the skip goes around.
+        skip: the variable that holds it, in the block's ``forward``.
+        site: where a run found it; then ``skip`` is not looked at.
+        order: 2 for the second of its role in a block, and so on.
+    """
 
     role: Role
     skip: str = "x"
+    site: Site | None = None
+    order: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of its join, and of the positions around it: ``attention``, ``local``, ``local2``."""
+        return self.role if self.order == 1 else f"{self.role}{self.order}"
 
 
 @dataclass(frozen=True)
@@ -130,6 +163,11 @@ class BlockRow:
     def roles(self) -> tuple[Role, ...]:
         """The roles of the adds, each once, in order."""
         return tuple(dict.fromkeys(add.role for add in self.adds))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the joins, each once, in order: the roles, but for a second one of a role."""
+        return tuple(dict.fromkeys(add.name for add in self.adds))
 
     def tap(self, position: Position) -> Tap | str:
         return dict(self.taps).get(position, f"its row names no {position}")

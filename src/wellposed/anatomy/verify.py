@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.anatomy.model import Block, blocks, refuse_wrapped
-from wellposed.anatomy.seam import Join, close_seam, is_seamed, joins, open_seam
+from wellposed.anatomy.seam import Join, block_joins, close_seam, is_open, open_seam
 from wellposed.errors import SeamError
 
 
@@ -24,15 +24,15 @@ def verify(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     """
     refuse_wrapped(model)
     found = blocks(model)
-    opened: list[nn.Module] = []
+    opened: list[Block] = []
     handles: list[Any] = []
     was_training = [module for module in model.modules() if module.training]
     try:
         traces = []
         for block in found:
-            if not is_seamed(block.module):
+            if not is_open(block.module, block.row):
                 open_seam(block.module, block.row)
-                opened.append(block.module)
+                opened.append(block)
             traces.append(_Trace(block))
             handles += traces[-1].attach()
         model.eval()
@@ -42,8 +42,8 @@ def verify(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     finally:
         for handle in handles:
             handle.remove()
-        for module in opened:
-            close_seam(module)
+        for block in opened:
+            close_seam(block.module, block.row)
         for module in was_training:
             module.training = True
 
@@ -65,7 +65,7 @@ class _Trace:
             module.register_forward_pre_hook(self._start),
             module.register_forward_hook(self._end),
             *(child.register_forward_hook(self._child) for child in children),
-            *(join.register_forward_hook(self._join) for join in joins(module)),
+            *(join.register_forward_hook(self._join) for join in block_joins(module, self.block.row)),
         ]
 
     def _start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -86,11 +86,11 @@ class _Trace:
 
     def check(self) -> int:
         row, name = self.block.row, self.block.name
-        ran = tuple(join.role for join, _, _ in self.steps)
+        ran = tuple(join.name for join, _, _ in self.steps)
         if self.input is None or self.output is None:
             raise SeamError(f"{name} was not run by this input; verify needs one that reaches every block.")
-        if ran != row.roles:
-            raise SeamError(f"expected the joins {row.roles} to run in this order in {name}, got {ran}.")
+        if ran != row.names:
+            raise SeamError(f"expected the joins {row.names} to run in this order in {name}, got {ran}.")
         stream = self.input
         for join, skip, total in self.steps:
             if join.role not in row.unchained and not self._leads_to(stream, skip):

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.anatomy.model import Block, BlockSelection, select
-from wellposed.anatomy.seam import joins
+from wellposed.anatomy.seam import block_joins
 from wellposed.linalg.bounds import (
     SLACK,
     bound_attention,
@@ -245,7 +245,9 @@ class _BlockBounds:
         tokens, key_tokens = extremes(queries), extremes(keys)
         remark = f"{remark}, the bound is of all its tokens" if remark else ""
         yield self._position("kappa 4.1 softmax", bound_attention(C, *tokens, keys=key_tokens), remark)
-        if all(join.keep for join in joins(self.block.module) if join.role == "attention"):
+        if all(
+            join.keep for join in block_joins(self.block.module, self.block.row) if join.role == "attention"
+        ):
             bound = bound_attention_with_skip(C, *tokens, keys=key_tokens)
             yield self._position("kappa 4.2 softmax", bound, remark)
         else:

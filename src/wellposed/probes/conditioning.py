@@ -190,7 +190,7 @@ def _measure(group: list[_Measurement]) -> None:
 
 def _rank(block: Block, position: str) -> tuple[int, int]:
     role, _, part = position.partition(".")
-    return (block.row.roles.index(role), _ORDER[part]) if part else (-1, 0)  # type: ignore[arg-type]
+    return (block.row.names.index(role), _ORDER[part]) if part else (-1, 0)  # type: ignore[arg-type]
 
 
 def _records(block: Block, position: str, seen: _Seen) -> list[Record]:

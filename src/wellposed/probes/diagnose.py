@@ -95,7 +95,7 @@ def diagnose(
             records += measure_bounds(model, batches, blocks=blocks)
         if "jacobian" in chosen:
             for block in found if blocks is not None else found[:1]:
-                for part, skip in itertools.product(block.row.roles, (False, True)):
+                for part, skip in itertools.product(block.row.names, (False, True)):
                     bar.say(f"Jacobian of {block.name}, {part}{' with its skip' if skip else ''}")
                     spectrum = jacobian_spectrum(
                         model, batches, block=block.index, part=part, skip=skip, on_step=bar.step

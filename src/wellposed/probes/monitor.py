@@ -72,7 +72,7 @@ class Monitor:
 
     def _probes(self, found: list[Block]) -> list[Probe]:
         wanted = select(found, self.blocks)
-        positions = {"input", *(f"{role}.branch" for block in wanted for role in block.row.roles)}
+        positions = {"input", *(f"{role}.branch" for block in wanted for role in block.row.names)}
         probes: list[Probe] = [ConditioningProbe(wanted, spectra=0, positions=positions)]
         if not all(map(no_attention, wanted)):
             probes.append(DensityProbe(wanted, self.attention_images, strict=False))

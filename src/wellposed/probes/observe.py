@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.model import Block, blocks
-from wellposed.anatomy.seam import Join, close_seam, is_seamed, joins, open_seam
+from wellposed.anatomy.seam import Join, block_joins, close_seam, is_open, open_seam
 from wellposed.errors import WrappedModelError
 
 See = Callable[[Block, str, Tensor], None]
@@ -60,18 +60,18 @@ def observed(model: nn.Module) -> Iterator[list[Block]]:
     Compiled parts run eagerly meanwhile: compiled code would not see the hooks.
     """
     found = blocks(model)
-    opened: list[nn.Module] = []
+    opened: list[Block] = []
     try:
         with preserved(model), eagerly():
             for block in found:
-                if not is_seamed(block.module):
+                if not is_open(block.module, block.row):
                     open_seam(block.module, block.row)
-                    opened.append(block.module)
+                    opened.append(block)
             model.eval()
             yield found
     finally:
-        for module in opened:
-            close_seam(module)
+        for block in opened:
+            close_seam(block.module, block.row)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward pass leaves the outermost one whole
@@ -100,14 +100,14 @@ def removing(handles: list[Any]) -> Iterator[None]:
 def watching_tokens(found: list[Block], see: See) -> Iterator[None]:
     """Inside, every forward pass shows its tokens to ``see``.
 
-    Positions: ``input``, and for each role of the block's joins ``<role>.branch`` (what the branch adds,
+    Positions: ``input``, and for each of the block's joins ``<role>.branch`` (what the branch adds,
     without its skip), ``<role>.skip`` and ``<role>.sum`` (what goes on).
     """
     handles: list[Any] = []
     with removing(handles):
         for block in found:
             handles.append(block.module.register_forward_pre_hook(_InputHook(block, see), with_kwargs=True))
-            for join in joins(block.module):
+            for join in block_joins(block.module, block.row):
                 handles.append(join.register_forward_hook(_JoinHook(block, see)))
         yield
 
@@ -129,7 +129,7 @@ class _JoinHook:
         layout = layout_of(self.block)
         skip, branch = args
         for part, x in (("skip", skip), ("branch", branch), ("sum", output)):
-            self.see(self.block, f"{join.role}.{part}", to_tokens(x, layout))
+            self.see(self.block, f"{join.name}.{part}", to_tokens(x, layout))
 
 
 def layout_of(block: Block) -> Any:

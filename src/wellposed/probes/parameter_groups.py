@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from wellposed.anatomy.model import Block, blocks
-from wellposed.anatomy.seam import Join, joins
+from wellposed.anatomy.seam import Join, block_joins
 from wellposed.probes.observe import observed, plain, removing
 
 GroupBy = Literal["model", "blocks", "parts"]
@@ -75,7 +75,7 @@ def parameter_groups(model: nn.Module, image: Tensor, by: GroupBy) -> list[Param
     part_of: dict[str, str] = _parts(model, image, trainable, owned) if by == "parts" else {}
     groups = []
     for block in found:
-        parts: tuple[str, ...] = block.row.roles if by == "parts" else ("",)
+        parts: tuple[str, ...] = block.row.names if by == "parts" else ("",)
         for part in parts:
             names = tuple(name for name in owned[block.index] if part_of.get(name, "") == part)
             label = f"block {block.index} {part}".rstrip()
@@ -110,11 +110,13 @@ def _parts(
         for block in found:
             hooks = _BlockHooks(block, owned[block.index], walk, parts)
             handles.append(block.module.register_forward_hook(hooks.end))
-            handles += [join.register_forward_hook(hooks.join) for join in joins(block.module)]
+            handles += [
+                join.register_forward_hook(hooks.join) for join in block_joins(block.module, block.row)
+            ]
         model(image)
     for block in found:
         for name in owned[block.index]:
-            parts.setdefault(name, block.row.roles[-1])  # no say in the output: it adds nothing anywhere
+            parts.setdefault(name, block.row.names[-1])  # no say in the output: it adds nothing anywhere
     return parts
 
 
@@ -146,18 +148,18 @@ class _BlockHooks:
 
     def __init__(self, block: Block, owned: list[str], walk: _Walk, parts: dict[str, str]) -> None:
         self.owned, self.walk, self.parts = set(owned), walk, parts
-        self.roles = block.row.roles
+        self.names = block.row.names
         self.last: str | None = None
 
     def join(self, join: nn.Module, args: tuple[Tensor, Tensor], output: Tensor) -> None:
         assert isinstance(join, Join)
         skip, branch = args
-        self._note(skip, self.last or join.role)
-        self._note(branch, join.role)
-        self.last = join.role
+        self._note(skip, self.last or join.name)
+        self._note(branch, join.name)
+        self.last = join.name
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._note(output, self.last or self.roles[-1])
+        self._note(output, self.last or self.names[-1])
         self.last = None
 
     def _note(self, value: Any, part: str) -> None:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.model import Block, select
-from wellposed.anatomy.seam import Join, joins
+from wellposed.anatomy.seam import Join, block_joins
 from wellposed.errors import SeamError, WrappedModelError
 from wellposed.linalg.precision import without_autocast
 from wellposed.probes.observe import layout_of, observed, plain, removing, stream_of
@@ -77,7 +77,7 @@ def sub_block(
     # Tensors made in inference mode could not be differentiated later.
     with torch.inference_mode(False), observed(model) as found, torch.no_grad():
         (chosen,) = select(found, block)
-        parts = (*chosen.row.roles, "block")
+        parts = (*chosen.row.names, "block")
         if part not in parts:
             raise ValueError(f"part must be one of {', '.join(parts)} for {chosen.name}, got {part!r}.")
         if isinstance(chosen.module, FSDPModule):
@@ -152,10 +152,8 @@ def _ends(own: nn.Module, block: Block, part: str) -> tuple[Join | None, Join | 
     """The joins at which a part starts and ends, None at an end of the block."""
     if part == "block":
         return None, None
-    roles: tuple[str, ...] = block.row.roles
-    join_of = {join.role: join for join in joins(own)}
-    ordered = [None, *(join_of[role] for role in block.row.roles)]
-    position = roles.index(part)
+    ordered = [None, *block_joins(own, block.row)]
+    position = block.row.names.index(part)
     return ordered[position], ordered[position + 1]
 
 

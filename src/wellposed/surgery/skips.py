@@ -6,7 +6,7 @@ from torch import nn
 
 from wellposed.anatomy.model import Block, BlockSelection, refuse_wrapped
 from wellposed.anatomy.rows import Role
-from wellposed.anatomy.seam import Join, close_seam, is_seamed, join_name, open_seam
+from wellposed.anatomy.seam import Join, block_joins, close_seam, is_open, open_seam
 from wellposed.surgery.choose import choose
 from wellposed.surgery.record import Edits
 from wellposed.surgery.undo import edits
@@ -47,20 +47,24 @@ def remove_skips(
         raise ValueError(f"which must be one of {', '.join(get_args(Which))}, got {which!r}.")
     chosen = choose(model, blocks, lambda block: _roles(block, which), f"removing the {which} skip")
     for block, roles in chosen:
-        for role in roles:
-            join = getattr(block.module, join_name(role), None)
-            if isinstance(join, Join) and not join.keep:
+        for join in _open_joins(block):
+            if join.role in roles and not join.keep:
                 raise ValueError(
-                    f"{block.name} has no {role} skip any more; the same edit twice is a mistake, "
+                    f"{block.name} has no {join.role} skip any more; the same edit twice is a mistake, "
                     "wp.restore(model) undoes all edits."
                 )
     before = set(edits(model))
     # Every seam is opened before any skip goes, so that a refused block leaves the model as it was.
     _open_all([block for block, _ in chosen])
     for block, roles in chosen:
-        for role in roles:
-            getattr(block.module, join_name(role)).keep = False
+        for join in _open_joins(block):
+            if join.role in roles:
+                join.keep = False
     return Edits(edit for edit in edits(model) if edit not in before)
+
+
+def _open_joins(block: Block) -> list[Join]:
+    return block_joins(block.module, block.row) if is_open(block.module, block.row) else []
 
 
 def _roles(block: Block, which: Which) -> tuple[Role, ...] | str:
@@ -81,13 +85,13 @@ def _roles(block: Block, which: Which) -> tuple[Role, ...] | str:
 
 
 def _open_all(chosen: list[Block]) -> None:
-    opened = []
+    opened: list[Block] = []
     try:
         for block in chosen:
-            if not is_seamed(block.module):
+            if not is_open(block.module, block.row):
                 open_seam(block.module, block.row)
-                opened.append(block.module)
+                opened.append(block)
     except Exception:
-        for module in opened:
-            close_seam(module)
+        for block in opened:
+            close_seam(block.module, block.row)
         raise

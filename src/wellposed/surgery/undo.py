@@ -6,7 +6,7 @@ Nothing is kept beside the model: a copy, a pickle or a model on another device 
 from torch import nn
 
 from wellposed.anatomy.model import blocks, join_names, refuse_wrapped
-from wellposed.anatomy.seam import close_seam, is_seamed, joins
+from wellposed.anatomy.seam import close_seam, joins
 from wellposed.errors import UnknownModelError
 from wellposed.surgery.insertion import Inserted, take_out
 from wellposed.surgery.record import Edit, Edits
@@ -33,7 +33,7 @@ def edits(model: nn.Module) -> Edits:
     for name, module in model.named_modules():
         for join in joins(module):
             if not join.keep:
-                place = join_names(name, f"join_{join.role}")
+                place = join_names(name, f"join_{join.name}")
                 found.append(Edit("remove_skips", join.role, block_of(name), place))
         if isinstance(module, Inserted):
             owner = name.rpartition(".")[0]
@@ -50,6 +50,5 @@ def restore(model: nn.Module) -> Edits:
     undone = edits(model)
     for module in list(model.modules()):
         take_out(module)
-        if is_seamed(module):
-            close_seam(module)
+        close_seam(module)
     return undone
