@@ -1,4 +1,4 @@
-"""Methods that something is wrapped around: the seam reaches the function inside, the wrapper goes on working."""
+"""Methods that something is wrapped around: the seam reaches the function inside them."""
 
 import functools
 

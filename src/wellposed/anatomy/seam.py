@@ -5,10 +5,10 @@ subclass that differs in the adds alone::
 
     x = x + self.drop_path1(...)   ->   x = self.join_attention(x, self.drop_path1(...))
 
-The subclass is made of upstream's own source (see :mod:`wellposed.anatomy.source`), so nothing is copied that
-could fall behind it, and a source that does not have the adds of its row is refused. It keeps upstream's class
-name, because sharding policies go by it, and pickles as upstream's class plus its adds. Where a block adds in
-its submodules (BERT's output layers), these are the seamed ones.
+The subclass is made of upstream's own source (see :mod:`wellposed.anatomy.source`), so nothing is copied
+that could fall behind it, and a source that does not have the adds of its row is refused. It keeps
+upstream's class name, because sharding policies go by it, and pickles as upstream's class plus its adds.
+Where a block adds in its submodules (BERT's output layers), these are the seamed ones.
 """
 
 import ast

@@ -1,11 +1,11 @@
-"""The source of a method: which adds it has, and the same method with some of them turned into calls of joins.
+"""The source of a method: its adds, and the same method with some of them turned into calls of joins.
 
 ::
 
     x = x + self.drop_path1(...)   ->   x = self.join_attention(x, self.drop_path1(...))
 
-A method may be wrapped (a decorator, a library's checkpointing): the source is that of the function inside, and
-the wrappers are put around the new function as they were around the old one.
+A method may be wrapped (a decorator, a library's checkpointing): the source is that of the function inside,
+and the wrappers are put around the new function as they were around the old one.
 """
 
 import ast
@@ -126,8 +126,8 @@ def _layers(method: Any, name: str, where: str) -> list[types.FunctionType]:
             )
         if inner is not None and not any(inner is one for one in _contents(outer)):
             raise SeamError(
-                f"{where} is wrapped by {outer.__qualname__}, which does not keep the function it wraps in its "
-                "closure, so that no other can be put there; edit the model before it is wrapped."
+                f"{where} is wrapped by {outer.__qualname__}, which does not keep the function it wraps in "
+                "its closure, so that no other can be put there; edit the model before it is wrapped."
             )
     return layers
 
