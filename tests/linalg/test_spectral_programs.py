@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 # A large floor takes few steps, so these are quickly traced.
 OPERATIONS = {
     "float32": lambda x: spectral_power(x, 0.7),
-    "float64": lambda x: spectral_power(x, 0.7, precision="float64"),
+    "float64": lambda x: spectral_power(x, 0.7, precision="float64", floor=0.1),
     "short": lambda x: spectral_power(x, 0.7, floor=0.1),
     "literal": lambda x: spectral_power(x, 0.7, floor=0.1, rescale=False),
     "condition": lambda x: spectral_condition(x, floor=0.1),
