@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types pytest docs clean
+.PHONY: demo test quick lint types pytest docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/wellposed demo
@@ -20,6 +20,11 @@ types: $(VENV)/.dev
 # One thread a worker: two workers with two threads each only get in each other's way.
 pytest: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The numerics, the edits and the probes, without what is marked as slow.
+QUICK := tests/linalg tests/nn tests/anatomy tests/surgery tests/probes tests/test_records.py
+quick: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(QUICK)
 
 # The same strict build is one of the tests (tests/test_site.py).
 docs: $(VENV)/.dev

@@ -77,6 +77,7 @@ def test_a_taught_block_computes_what_it_should(taught: OwnModel) -> None:
     torch.testing.assert_close(block(x), mixed + block.ff(block.norm2(mixed)))
 
 
+@pytest.mark.slow
 def test_a_taught_model_unpickles_where_nothing_was_taught(taught: OwnModel, tmp_path) -> None:
     wp.remove_skips(taught, "attention")
     wp.broadcast_context(taught, scaled=True)

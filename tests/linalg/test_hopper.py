@@ -20,21 +20,20 @@ pytest.importorskip("triton")
 NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
 
 
-@pytest.mark.parametrize(
-    "test", ["test_shapes", "test_each_image_has_its_own_power", "test_bad_images_stay_alone"]
-)
-def test_interpreted(test: str) -> None:
-    done = interpreted(test)
+@pytest.mark.slow
+def test_interpreted() -> None:
+    # In one process: the start of each takes longer than what it tests.
+    done = interpreted("test_shapes", "test_each_image_has_its_own_power", "test_bad_images_stay_alone")
     # The Triton of torch 2.11 converts arrays in a way that NumPy 2.5 refuses; newer ones do not.
     if done.returncode and NUMPY >= (2, 5) and interpreted("loop_up_to_an_argument").returncode:
         pytest.skip("under this NumPy, this Triton's interpreter cannot run a loop at all")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def interpreted(name: str) -> "subprocess.CompletedProcess[str]":
+def interpreted(*names: str) -> "subprocess.CompletedProcess[str]":
     script = Path(__file__).with_name("interpreted_chain.py")
     return subprocess.run(
-        [sys.executable, str(script), name],
+        [sys.executable, str(script), *names],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -1,6 +1,5 @@
 """The fitted chains against the power itself, far below the floor and above 1 too."""
 
-import itertools
 import subprocess
 import sys
 import time
@@ -28,7 +27,8 @@ POWERS = (0.0, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999)
 TOLERANCE = 7e-4
 
 quick = settings(derandomize=True, deadline=None, max_examples=25)
-every = pytest.mark.parametrize(("floor", "eps"), list(itertools.product(FLOORS, POWERS)))
+over_floors = pytest.mark.parametrize("floor", FLOORS)
+over_powers = pytest.mark.parametrize("eps", POWERS)
 
 
 def evenly_in_log(low: float, high: float, count: int = 10_001) -> Tensor:
@@ -68,7 +68,9 @@ def assert_graceful(gain: Tensor, sigma: Tensor, floor: float, eps: float, error
 # One power
 
 
-@every
+@pytest.mark.every_value
+@over_floors
+@over_powers
 def test_meets_the_tolerance_and_says_how_well(floor: float, eps: float) -> None:
     fit = fit_power(eps, floor)
     x = evenly_in_log(floor**2, 1)
@@ -80,7 +82,9 @@ def test_meets_the_tolerance_and_says_how_well(floor: float, eps: float) -> None
     torch.testing.assert_close(worst(fit.gain(x), x, eps), seen, atol=1e-10, rtol=0)
 
 
-@every
+@pytest.mark.every_value
+@over_floors
+@over_powers
 def test_below_the_floor_it_levels_off(floor: float, eps: float) -> None:
     fit = fit_power(eps, floor)
     sigma = evenly_in_log(1e-4 * floor, 1)
@@ -90,7 +94,9 @@ def test_below_the_floor_it_levels_off(floor: float, eps: float) -> None:
     assert fit.gain(sigma[:1] ** 2).item() == pytest.approx(fit.coefficients[0], rel=1e-6)
 
 
-@every
+@pytest.mark.every_value
+@over_floors
+@over_powers
 def test_bears_a_largest_eigenvalue_that_was_found_too_small(floor: float, eps: float) -> None:
     fit = fit_power(eps, floor)
     x = torch.linspace(1, MARGIN, 1001, dtype=torch.float64)
@@ -127,7 +133,7 @@ def test_holds_for_any_arguments(eps: float, floor: float, tolerance: float) -> 
     assert max(fit.coefficients[1:]) <= 0  # no step up: it levels off
 
 
-@pytest.mark.parametrize("floor", FLOORS)
+@over_floors
 def test_power_one_leaves_everything(floor: float) -> None:
     fit = fit_power(1.0, floor)
     assert fit.steps == 1
@@ -154,6 +160,7 @@ def test_takes_no_notice_of_the_callers_modes() -> None:
     assert all(type(value) is float for value in found.coefficients)
 
 
+@pytest.mark.slow
 def test_import_fits_nothing() -> None:
     code = (
         "import wellposed.linalg.spectral_fit as m; "
@@ -165,7 +172,7 @@ def test_import_fits_nothing() -> None:
 # Every power with one chain
 
 
-@pytest.mark.parametrize("floor", FLOORS)
+@over_floors
 def test_family_meets_the_tolerance_at_every_power(floor: float) -> None:
     family = fit_family(floor)
     assert family.error <= TOLERANCE
@@ -180,13 +187,14 @@ def test_family_meets_the_tolerance_at_every_power(floor: float) -> None:
     assert max(seen) <= 1.02 * family.error
 
 
-@pytest.mark.parametrize("floor", FLOORS)
+@over_floors
 def test_family_is_no_longer_than_its_hardest_power(floor: float) -> None:
     assert fit_family(floor).steps <= fit_power(0.0, floor).steps + 1
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("eps", [0.0, 0.3, 0.77, 0.99])
-@pytest.mark.parametrize("floor", FLOORS)
+@over_floors
 def test_family_levels_off_below_the_floor(floor: float, eps: float) -> None:
     family = fit_family(floor)
     v = family.coefficients(torch.tensor(eps, dtype=torch.float64))

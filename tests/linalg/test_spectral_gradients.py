@@ -121,6 +121,7 @@ def assert_by_finite_differences(function, x: Tensor) -> None:
 SHAPES = {"wide": (4, 6), "tall": (6, 4), "square": (5, 5), "one token": (1, 5), "one channel": (5, 1)}
 
 
+@pytest.mark.pairwise
 @both_scales
 @pytest.mark.parametrize("eps", [0.3, 0.95])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -158,6 +159,7 @@ def test_finite_differences_along_one_direction_of_many_tokens():
     torch.testing.assert_close(analytic, numeric, rtol=2e-5, atol=0)
 
 
+@pytest.mark.pairwise
 @both_scales
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("eps", [0.01, 0.5, 1.0])

@@ -151,6 +151,7 @@ def test_literal_form_has_a_largest_value_of_one(dtype):
     torch.testing.assert_close(g, (factors.s / 7) ** 0.6, rtol=FLOAT32_BOUND, atol=0)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (1, 7), (7, 1), (1, 1), (2, 3, 4, 5), (0, 3, 4)])
 def test_shape_and_dtype_are_kept(dtype, shape):

@@ -23,6 +23,7 @@ def tokens(name: str, kappa: float, shape: tuple[int, int], dtype: torch.dtype) 
     return with_singular_values(SPECTRA[name](kappa), *shape, batch=(2,)).matrix().to(dtype)
 
 
+@pytest.mark.pairwise
 @over_spectra
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -69,6 +70,7 @@ def test_gradient_takes_the_power_for_a_constant():
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.pairwise
 @over_spectra
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kappa", [1.5, 20, 300, 1e4])

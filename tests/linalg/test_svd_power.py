@@ -72,6 +72,7 @@ def autograd_svd_power(x: Tensor, eps: float) -> Tensor:
     return (U * (s_max * (s / s_max) ** eps)[..., None, :]) @ Vh
 
 
+@pytest.mark.pairwise
 @both_scales
 @over(SHAPES)
 @pytest.mark.parametrize("eps", [0.2, 0.7, 1.0])
@@ -109,6 +110,7 @@ def test_gradient_at_exactly_equal_values(rescale):
     assert_gradient_by_finite_differences(lambda x: svd_power(x, 0.5, rescale=rescale), x)
 
 
+@pytest.mark.pairwise
 @both_scales
 @over(MATRIX_SHAPES)
 @pytest.mark.parametrize("gap", [1e-7, 1e-12])
@@ -124,6 +126,7 @@ def _clustered_below_the_largest(gap: float) -> Tensor:
     return torch.cat((2 * pairs[:1], clustered(pairs, gap)))
 
 
+@pytest.mark.pairwise
 @both_scales
 @pytest.mark.parametrize("eps", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("gap", [0.0, 1e-7, 1e-6])
@@ -204,6 +207,7 @@ def _rank_keeping_directions(factors: Factored) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.pairwise
 @both_scales
 @over(MATRIX_SHAPES)
 @pytest.mark.parametrize("inside", ["both", "column space", "row space"])
@@ -240,6 +244,7 @@ def test_gradient_where_values_vanish_is_bounded_by_the_floor(tokens, channels, 
     assert gradient(lambda x: svd_power(x, 0.5), x, weight).norm() <= 2 * steepest * weight.norm()
 
 
+@pytest.mark.pairwise
 @both_scales
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @over(SHAPES)
@@ -249,6 +254,7 @@ def test_zero_matrix_has_a_finite_gradient(tokens, channels, dtype, rescale):
     assert out.isfinite().all()
 
 
+@pytest.mark.pairwise
 @both_scales
 @over(MATRIX_SHAPES)
 @pytest.mark.parametrize("eps", [0.2, 0.7])

@@ -51,6 +51,7 @@ def test_eps(value, error, message):
         gray(TOKENS, value)
 
 
+@pytest.mark.every_value
 @over_fractions
 @pytest.mark.parametrize("module", [TokenGraying, lambda eps: PixelGraying(4, eps)], ids=["tokens", "pixels"])
 def test_eps_fails_where_the_module_is_made(module, value, error, message):
@@ -79,6 +80,7 @@ def test_method(call, method):
         call(method)
 
 
+@pytest.mark.every_value
 @over_tokens
 @over_methods
 def test_tokens_of_gray(x, method, error, message):
@@ -86,6 +88,7 @@ def test_tokens_of_gray(x, method, error, message):
         gray(x, 0.5, method)
 
 
+@pytest.mark.every_value
 @over_tokens
 @over_methods
 def test_tokens_of_gray_fail_where_graying_is_the_identity(x, method, error, message):

@@ -36,6 +36,7 @@ def by_the_formula(x: Tensor, scale: Tensor | float) -> Tensor:
     return (1 - scale) * x + scale * x.sum(-2, keepdim=True) / x.shape[-2]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", BOUNDS.keys(), ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["cb", "scalar", "channels"])

@@ -26,6 +26,7 @@ def test_eps_may_not_be_several_numbers(method) -> None:
         functional.gray(torch.ones(2, 7, 5), torch.tensor([0.6, 0.7]), method)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["svd", "dct", "spectral"])
 def test_a_tensor_changes_without_compiling_again(method) -> None:
     torch._dynamo.reset()

@@ -10,6 +10,8 @@ from reference.spectra import generator
 from wellposed.nn import ContextBroadcast, PixelGraying, TokenGraying
 from wellposed.nn.functional import broadcast, gray
 
+pytestmark = pytest.mark.slow
+
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "svd": lambda x: gray(x, 0.7, "svd"),
     "svd literal": lambda x: gray(x, 0.7, "svd", rescale=False),
@@ -43,6 +45,7 @@ def assert_same(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) 
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled(name, dtype):
@@ -86,6 +89,7 @@ def test_exported_for_any_batch(name):
     torch.testing.assert_close(exported(x), module(x), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("shape", [(5, 7), (7, 5), (2, 3, 5, 7), (1, 7), (7, 1)])
 def test_meta_tensors_have_the_right_shape(name, shape):

@@ -91,6 +91,7 @@ def assert_half_result(actual: Tensor, expected: Tensor) -> None:
     assert ((actual - expected).abs() <= bound.matrix * unit * largest[..., None]).all()
 
 
+@pytest.mark.pairwise
 @over_methods
 @over_wide_dtypes
 @over_kappas
@@ -106,6 +107,7 @@ def test_prescribed_spectrum(method, dtype, kappa, tokens, channels, batch):
             assert_wide_result(actual, factors, eps, rescale)
 
 
+@pytest.mark.pairwise
 @over_methods
 @over_half_dtypes
 @over_kappas
@@ -138,6 +140,7 @@ SPECTRA = {
 }
 
 
+@pytest.mark.pairwise
 @over_methods
 @over_wide_dtypes
 @pytest.mark.parametrize("name", SPECTRA)
@@ -186,6 +189,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return error.max().item() / torch.finfo(actual.dtype).eps
 
 
+@pytest.mark.pairwise
 @over_wide_dtypes
 @both_scales
 @over_eps
@@ -198,6 +202,7 @@ def test_dct_equals_scipy(dtype, tokens, channels, batch, eps, rescale):
     assert relative_error(actual, gray_by_dct(x, eps, rescale=rescale)) <= DCT_BOUNDS[eps]
 
 
+@pytest.mark.pairwise
 @over_half_dtypes
 @both_scales
 @over_batches

@@ -29,6 +29,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator(2)).to(dtype).requires_grad_()
 
 
+@pytest.mark.pairwise
 @over_methods
 @over_shapes
 @both_scales

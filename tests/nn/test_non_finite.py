@@ -65,6 +65,7 @@ def forward_and_gradient(module: torch.nn.Module, batch: Tensor) -> tuple[Tensor
     return out.detach(), grad
 
 
+@pytest.mark.pairwise
 @over_modules
 @over_dtypes
 @over_bad_values
@@ -77,6 +78,7 @@ def test_only_the_bad_image_suffers(name, dtype, value):
     assert torch.equal(others(grad), others(expected_grad))
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("name", GRAYINGS | PIXEL_GRAYINGS)
 @over_bad_values
 def test_graying_leaves_nothing_of_the_bad_image(name, value):
@@ -92,6 +94,7 @@ def test_batch_of_bad_images_does_not_raise(name):
     assert actual.isnan().all()
 
 
+@pytest.mark.every_value
 @over_modules
 @over_dtypes
 def test_zeros_give_zeros_and_a_finite_gradient(name, dtype):
@@ -100,6 +103,7 @@ def test_zeros_give_zeros_and_a_finite_gradient(name, dtype):
     assert grad.isfinite().all()
 
 
+@pytest.mark.every_value
 @over_modules
 @over_dtypes
 def test_zero_image_does_not_touch_the_others(name, dtype):
@@ -113,6 +117,7 @@ def test_zero_image_does_not_touch_the_others(name, dtype):
     assert torch.equal(others(grad), others(expected_grad))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("rescale", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)

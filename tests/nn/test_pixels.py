@@ -39,6 +39,7 @@ def by_unfolding(images: Tensor, patch: int | tuple[int, int], method: str, resc
     return fold(grayed.mT, images.shape[-2:], patch, stride=patch)
 
 
+@pytest.mark.pairwise
 @over_methods
 @over_grids
 @pytest.mark.parametrize("channels", [1, 3])
@@ -49,6 +50,7 @@ def test_equals_unfold_gray_fold(method, patch, size, channels, rescale):
     torch.testing.assert_close(actual, by_unfolding(images, patch, method, rescale), rtol=0, atol=1e-12)
 
 
+@pytest.mark.every_value
 @over_methods
 @over_grids
 def test_one_image_equals_a_batch_of_one(method, patch, size):
@@ -65,6 +67,7 @@ def test_any_leading_axes(method):
     torch.testing.assert_close(module(images), module(images.flatten(0, 1)).unflatten(0, (2, 3)))
 
 
+@pytest.mark.every_value
 @over_methods
 @over_grids
 def test_eps_one_is_the_identity(method, patch, size):
@@ -72,6 +75,7 @@ def test_eps_one_is_the_identity(method, patch, size):
     assert torch.equal(PixelGraying(patch, 1, method)(images), images)
 
 
+@pytest.mark.every_value
 @over_methods
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_dtype_is_kept(method, dtype):

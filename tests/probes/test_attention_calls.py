@@ -50,6 +50,7 @@ def masks(queries: int, keys: int) -> dict[str, dict[str, Any]]:
 KINDS = list(masks(*_SQUARE))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shape", [_SQUARE, _WIDE])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("groups", [1, 2])

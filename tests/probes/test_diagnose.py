@@ -225,6 +225,7 @@ def test_a_progress_bar_for_those_who_see_it(capsys, monkeypatch) -> None:
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_the_first_call_of_a_process_leaves_random_numbers_alone() -> None:
     """Importing what it needs must not disturb a run that was seeded before."""
     code = """

@@ -78,6 +78,7 @@ FAMILIES = (
 )
 
 
+@pytest.mark.slow
 @families(*FAMILIES, "torch encoder")
 def test_matrix_free_agrees_with_dense(case: Case) -> None:
     model, x = case.model(), case.input()
@@ -279,6 +280,7 @@ def _flatness(spectrum: JacobianSpectrum) -> float:
     return spectrum.relative().mean().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gray_method", ["svd", "dct"])
 @pytest.mark.parametrize("skip", [False, True])
 def test_graying_the_input_of_a_block_flattens_its_jacobian(gray_method: str, skip: bool) -> None:

@@ -37,6 +37,7 @@ class _Live:
         self.now -= size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["60KB", "80KB", "500KB", "4MB"])
 def test_the_memory_limit_is_kept_and_changes_nothing(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = VIT.model(), VIT.input(10)

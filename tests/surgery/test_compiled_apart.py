@@ -10,6 +10,8 @@ from torch import nn
 
 import wellposed as wp
 
+pytestmark = pytest.mark.slow
+
 EDITS = {
     "embedding": lambda model: wp.gray_tokens(model, 0.5, "dct"),
     "pixels": lambda model: wp.gray_tokens(model, 0.5, "dct", "pixels"),

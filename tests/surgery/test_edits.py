@@ -72,44 +72,46 @@ def test_state_dict_keys_stay_but_for_scales(case: Case) -> None:
 
 
 @every_family
-@pytest.mark.parametrize("where", POSITIONS)
-def test_broadcasting_at_every_position(case: Case, where: str) -> None:
+def test_broadcasting_at_every_position(case: Case) -> None:
     model, x = case.model(), case.input()
-    if not (case.has_attention if where == "attention.end" else case.has_mlp):
-        with pytest.raises(ValueError, match=r"has no meaning for .*mixes tokens"):
-            wp.broadcast_context(model, where)
-        assert not wp.edits(model)
-        return
     plain = output(model, x)
-    done = wp.broadcast_context(model, where, scaled=True, init="identity")
-    # With init="identity" a trained model computes what it did.
-    torch.testing.assert_close(output(model, x), plain)
-    for module in model.modules():
-        if isinstance(module, Inserted):
-            nn.init.constant_(module.op.scale, 0.5)
-    scaled = output(model, x)
-    wp.restore(model)
-    assert len(wp.broadcast_context(model, where)) == len(done)
-    torch.testing.assert_close(output(model, x), scaled)
-    assert not torch.allclose(scaled, plain)
+    for where in POSITIONS:
+        if not (case.has_attention if where == "attention.end" else case.has_mlp):
+            with pytest.raises(ValueError, match=r"has no meaning for .*mixes tokens"):
+                wp.broadcast_context(model, where)
+            assert not wp.edits(model)
+            continue
+        done = wp.broadcast_context(model, where, scaled=True, init="identity")
+        # With init="identity" a trained model computes what it did.
+        torch.testing.assert_close(output(model, x), plain, msg=lambda text, where=where: f"{where}: {text}")
+        for module in model.modules():
+            if isinstance(module, Inserted):
+                nn.init.constant_(module.op.scale, 0.5)
+        scaled = output(model, x)
+        wp.restore(model)
+        assert len(wp.broadcast_context(model, where)) == len(done), where
+        torch.testing.assert_close(output(model, x), scaled, msg=lambda text, where=where: f"{where}: {text}")
+        assert not torch.allclose(scaled, plain), where
+        wp.restore(model)
 
 
 @every_family
-@pytest.mark.parametrize("where", ["embedding", "pixels", "blocks"])
-def test_graying_everywhere(case: Case, where: str) -> None:
+def test_graying_everywhere(case: Case) -> None:
     model, x = case.model(), case.input()
-    if not {"embedding": case.has_embedding, "pixels": case.has_pixels, "blocks": True}[where]:
-        with pytest.raises(ValueError, match=r"no patch embedding|no pixel-patch matrix"):
-            wp.gray_tokens(model, 0.5, "svd", where)
-        assert not wp.edits(model)
-        return
     plain = output(model, x)
-    wp.gray_tokens(model, 1.0, "svd", where)
-    torch.testing.assert_close(output(model, x), plain)
-    wp.restore(model)
-    done = wp.gray_tokens(model, 0.5, "svd", where)
-    assert {edit.where for edit in done} == {where}
-    assert not torch.allclose(output(model, x), plain)
+    for where, there in (("embedding", case.has_embedding), ("pixels", case.has_pixels), ("blocks", True)):
+        if not there:
+            with pytest.raises(ValueError, match=r"no patch embedding|no pixel-patch matrix"):
+                wp.gray_tokens(model, 0.5, "svd", where)
+            assert not wp.edits(model)
+            continue
+        wp.gray_tokens(model, 1.0, "svd", where)
+        torch.testing.assert_close(output(model, x), plain, msg=lambda text, where=where: f"{where}: {text}")
+        wp.restore(model)
+        done = wp.gray_tokens(model, 0.5, "svd", where)
+        assert {edit.where for edit in done} == {where}
+        assert not torch.allclose(output(model, x), plain), where
+        wp.restore(model)
 
 
 @families(*WITH_EMBEDDING)

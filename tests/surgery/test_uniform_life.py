@@ -73,6 +73,7 @@ def test_queries_and_keys_of_uniform_heads_get_a_gradient_of_zero(case: Case, he
     assert (v.unflatten(0, (2, -1)).abs().amax((1, 2)) > 0).all()
 
 
+@pytest.mark.slow
 @families(*EACH_WAY)
 def test_compiles_whole(case: Case) -> None:
     torch._dynamo.reset()

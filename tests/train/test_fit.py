@@ -318,8 +318,8 @@ def test_a_pickle_is_refused_and_does_not_run(tmp_path) -> None:
 
 
 def test_digits_by_default(tmp_path) -> None:
-    """The default recipe, but for the tracker: over 95% of the test images."""
-    result = fit(Recipe(trackers=(), device="cpu"), out=tmp_path, quiet=True)
+    """The default recipe, but for the tracker and a third of the epochs: over 95% of the test images."""
+    result = fit(Recipe(trackers=(), device="cpu", epochs=40), out=tmp_path, quiet=True)  # seen: 97%
     assert result.summary["about"]["test_images"] == 400
     assert result.accuracy is not None
     assert result.accuracy > 0.95
