@@ -8,7 +8,7 @@ from typing import cast
 
 from torch import nn
 
-from wellposed.anatomy.rows import Add, BlockRow, EmbeddingRow, Layout, after, before, no_taps, taps
+from wellposed.anatomy.rows import Add, BlockRow, EmbeddingRow, Layout, after, before, taps
 
 _NO_ATTENTION = "it mixes tokens without attention"
 _ONE_TOKEN = "it updates the class token alone, and the mean of one token is that token"
@@ -30,102 +30,6 @@ def _timm_patch_layout(embed: nn.Module) -> Layout:
 
 
 BLOCKS: dict[str, BlockRow] = {
-    "timm.models.vision_transformer.Block": BlockRow("timm ViT, DeiT, DeiT-3, DINOv2", _X_TWICE, _PLAIN),
-    "timm.models.vision_transformer.ResPostBlock": BlockRow("timm ViT, post-norm", _X_TWICE, _PLAIN),
-    "timm.models.eva.EvaBlock": BlockRow("timm EVA, DINOv3", _X_TWICE, _PLAIN, older_adds=_X_TWICE * 2),
-    "timm.models.eva.EvaBlockPostNorm": BlockRow("timm EVA, post-norm", _X_TWICE, _PLAIN),
-    "timm.models.beit.Block": BlockRow("timm BEiT", _X_TWICE * 2, _PLAIN),
-    # The attention module sees windows; the first module that sees the whole image again comes after.
-    "timm.models.swin_transformer.SwinTransformerBlock": BlockRow(
-        "timm Swin",
-        _X_TWICE,
-        taps(attention=before("drop_path1", layout="NHWC"), start=before("", layout="NHWC")),
-    ),
-    "timm.models.swin_transformer_v2.SwinTransformerV2Block": BlockRow(
-        "timm Swin V2",
-        _X_TWICE,
-        taps(attention=before("norm1", layout="NHWC"), start=before("", layout="NHWC")),
-    ),
-    "timm.models.cait.LayerScaleBlock": BlockRow("timm CaiT", _X_TWICE, _PLAIN),
-    "timm.models.cait.LayerScaleBlockClassAttn": BlockRow(
-        "timm CaiT, class attention",
-        (Add("attention", "x_cls"), Add("ffn", "x_cls")),
-        no_taps(_ONE_TOKEN),
-        stream=1,
-    ),
-    "timm.models.pvt_v2.Block": BlockRow("timm PVT v2", _X_TWICE, _PLAIN),
-    "timm.models.xcit.XCABlock": BlockRow(
-        "timm XCiT",
-        (Add("attention"), Add("local"), Add("ffn")),
-        _PLAIN,
-        no_token_attention="its attention is over channels, not tokens",
-    ),
-    "timm.models.xcit.ClassAttentionBlock": BlockRow(
-        "timm XCiT, class attention",
-        (Add("attention"), Add("ffn", "x_res")),
-        no_taps(_ONE_TOKEN),
-        unchained=("ffn",),
-    ),
-    "timm.models.mlp_mixer.MixerBlock": BlockRow(
-        "timm MLP-Mixer",
-        (Add("mixer"), Add("ffn")),
-        taps(attention=_NO_ATTENTION, mlp="mlp_channels", last_linear="mlp_channels.fc2"),
-    ),
-    "timm.models.mlp_mixer.ResBlock": BlockRow(
-        "timm ResMLP",
-        (Add("mixer"), Add("ffn")),
-        taps(attention=_NO_ATTENTION, mlp="mlp_channels", last_linear="mlp_channels.fc2"),
-    ),
-    "timm.models.convmixer.Residual": BlockRow(
-        "timm ConvMixer",
-        (Add("mixer"),),
-        (("block.start", before("")), *no_taps("it mixes tokens by convolution and has no MLP")[1:]),
-        layout="NCHW",
-    ),
-    "transformers.models.vit.modeling_vit.ViTLayer": BlockRow("transformers ViT", _RESIDUAL_TWICE, _HF_PLAIN),
-    "transformers.models.deit.modeling_deit.DeiTLayer": BlockRow(
-        "transformers DeiT", _RESIDUAL_TWICE, _HF_PLAIN
-    ),
-    "transformers.models.vit_mae.modeling_vit_mae.ViTMAELayer": BlockRow(
-        "transformers ViTMAE", _RESIDUAL_TWICE, _HF_PLAIN
-    ),
-    "transformers.models.dinov2.modeling_dinov2.Dinov2Layer": BlockRow(
-        "transformers DINOv2",
-        _RESIDUAL_TWICE,
-        taps(attention=after("attention"), last_linear=("mlp.fc2", "mlp.down_proj", "mlp.weights_out")),
-        older_adds=(Add("attention", "hidden_states"), Add("ffn", "hidden_states")),
-    ),
-    "transformers.models.dinov3_vit.modeling_dinov3_vit.DINOv3ViTLayer": BlockRow(
-        "transformers DINOv3",
-        _RESIDUAL_TWICE,
-        taps(attention=after("attention"), last_linear="mlp.down_proj"),
-    ),
-    "transformers.models.beit.modeling_beit.BeitLayer": BlockRow(
-        "transformers BEiT", _RESIDUAL_TWICE, _HF_PLAIN
-    ),
-    # drop_path serves the attention branch alone here, and it sees the windows put together again.
-    "transformers.models.swin.modeling_swin.SwinLayer": BlockRow(
-        "transformers Swin",
-        (Add("attention", "shortcut"), Add("ffn", "residual")),
-        taps(attention=before("drop_path")),
-    ),
-    "torchvision.models.vision_transformer.EncoderBlock": BlockRow(
-        "torchvision ViT",
-        (Add("attention", "input"), Add("ffn")),
-        taps(attention=after("self_attention"), mlp=_TORCHVISION_MLP, last_linear="mlp.3"),
-    ),
-    "torchvision.models.swin_transformer.SwinTransformerBlock": BlockRow(
-        "torchvision Swin",
-        _X_TWICE,
-        taps(attention=after("attn"), mlp=_TORCHVISION_MLP, last_linear="mlp.3"),
-        layout="NHWC",
-    ),
-    "torchvision.models.swin_transformer.SwinTransformerBlockV2": BlockRow(
-        "torchvision Swin V2",
-        _X_TWICE,
-        taps(attention=after("attn"), mlp=_TORCHVISION_MLP, last_linear="mlp.3"),
-        layout="NHWC",
-    ),
     "torch.nn.modules.transformer.TransformerEncoderLayer": BlockRow(
         "torch.nn.TransformerEncoderLayer",
         _X_TWICE * 2,

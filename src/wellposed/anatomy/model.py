@@ -3,15 +3,18 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from wellposed.anatomy.example import given_example, made_examples
+from wellposed.anatomy.proof import is_quiet, prove, proven_row
 from wellposed.anatomy.rows import BlockRow, EmbeddingRow, Layout, Position, Side, Tap
 from wellposed.anatomy.table import block_row, embedding_row, unknown_model
-from wellposed.errors import WrappedModelError
+from wellposed.errors import SeamError, WrappedModelError
 
 BlockSelection = int | slice | Iterable[int] | None
 _ATTENTION_NAMES = ("attn", "attention", "self_attention", "self_attn")
@@ -86,16 +89,70 @@ class Embedding:
         return join_names(self.name, self.row.patch_convolution), convolution
 
 
-def blocks(model: nn.Module) -> list[Block]:
-    """All blocks of a model that the table knows, in the order of its modules.
+def blocks(model: nn.Module, example: Any = None) -> list[Block]:
+    """All blocks of a model, in the order of its modules.
 
-    The index runs through all stages, and through a decoder after its encoder. Raises
-    :class:`~wellposed.errors.UnknownModelError` where there is none.
+    The index runs through all stages, and through a decoder after its encoder. Blocks of which nothing is
+    known yet are found by running the model once on an example, and proven by a second run (see
+    :mod:`wellposed.anatomy.proof`). A block that was seen and cannot be edited is among them: its row says
+    why.
+
+    Args:
+        example: what to run the model on if it must be run: a tensor, a dict of keyword arguments or a tuple
+            of arguments. None makes one for models of timm, transformers and torchvision.
+
+    Raises :class:`~wellposed.errors.UnknownModelError` where there is none.
     """
-    rows = [(name, module, row) for name, module in model.named_modules() if (row := block_row(module))]
+    rows, is_settled = _known(model, ran=example is not None)
+    trouble = ""
+    if not is_settled:
+        rows, trouble = _found(model, example, rows)
     if not rows:
-        raise unknown_model(model)
+        raise unknown_model(model, trouble)
     return [Block(index, *found) for index, found in enumerate(rows)]
+
+
+_Rows = list[tuple[str, nn.Module, BlockRow]]
+
+
+def _known(model: nn.Module, *, ran: bool = False) -> tuple[_Rows, bool]:
+    """The blocks that are known without a run, and whether no others can be in the model.
+
+    With ``ran=True`` parts that no run has reached yet may hold others.
+    """
+    rows: _Rows = []
+    is_settled = True
+    done: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{block}.") for block in done)
+        row = block_row(module) or proven_row(module)
+        if row is not None:
+            rows.append((name, module, row))
+            done.append(name)
+        elif not inside:
+            is_settled = is_settled and is_quiet(module, ran=ran)
+    return rows, is_settled
+
+
+def _found(model: nn.Module, example: Any, known: _Rows) -> tuple[_Rows, str]:
+    """The blocks after a run of the model, and what went wrong with it, if it could not be run."""
+    if example is not None:
+        runs = [("", model, given_example(model, example))]
+    else:
+        runs = made_examples(model)
+    if not runs:
+        return known, ""
+    for _, part, one in runs:
+        try:
+            prove(part, one)
+        except SeamError:
+            raise
+        except Exception as error:
+            # A model that its example does not fit may still have blocks that are known.
+            if example is not None:
+                raise
+            return known, f"{type(part).__name__} could not be run on an example: {error}"
+    return _known(model)[0], ""
 
 
 def plain_numbers(given: int | Iterable[int]) -> int | list[int]:

@@ -11,9 +11,10 @@ from typing import Literal
 
 from torch import nn
 
-Role = Literal["attention", "ffn", "mixer", "local"]
+Role = Literal["attention", "ffn", "mixer", "local", "parallel"]
 """What a skip goes around: attention, the channel MLP, token mixing without attention (an MLP over
-tokens, a depthwise convolution), XCiT's local patch interaction."""
+tokens, a depthwise convolution), XCiT's local patch interaction, an attention and an FFN beside each other
+under one skip."""
 
 Layout = Literal["NLC", "LNC", "NHWC", "NCHW"]
 """How tokens lie in a tensor; LNC is the ``batch_first=False`` of PyTorch."""
@@ -147,6 +148,7 @@ class BlockRow:
         unchained: roles whose skip is computed inside ``forward`` by more than a submodule, so that
             the chain check cannot follow it.
         no_token_attention: where the attention has no rows over tokens, a sentence that says why.
+        refused: of a block that can be neither edited nor measured, a sentence that says why.
     """
 
     family: str
@@ -158,6 +160,7 @@ class BlockRow:
     unchained: tuple[Role, ...] = ()
     older_adds: tuple[Add, ...] | None = None
     no_token_attention: str = ""
+    refused: str = ""
 
     @property
     def roles(self) -> tuple[Role, ...]:

@@ -75,6 +75,17 @@ class Method:
                 return number
         return None
 
+    def twins(self, joins: Mapping[int, bool], ran: set[int]) -> dict[int, int]:
+        """The adds in arms of an ``if`` that were not taken, each with the join that it stands for.
+
+        Args:
+            joins: numbers of the adds that are joins, and whether the skip is on their left.
+            ran: numbers of all adds that ran.
+
+        Raises :class:`~wellposed.errors.SeamError` where another arm would go around the joins.
+        """
+        return _Arms(self, joins, ran).twins()
+
     def with_joins(
         self, joins: Mapping[int, tuple[str, bool]], substitutions: tuple[tuple[str, str], ...] = ()
     ) -> Callable[..., Any]:
@@ -96,6 +107,73 @@ class Method:
         _substitute(definition, substitutions, self.where)
         definition.decorator_list = []
         return _rewrapped(self.layers, _compile_like(self.function, definition, self.where))
+
+
+class _Arms:
+    """The arms of a method's ``if`` statements: what was taken, and what else there is."""
+
+    def __init__(self, method: Method, joins: Mapping[int, bool], ran: set[int]) -> None:
+        self.method, self.ran = method, ran
+        adds = method.adds()
+        self.number = {id(add.node): number for number, add in enumerate(adds)}
+        self.skip = {n: ast.dump(adds[n].left if left else adds[n].right) for n, left in joins.items()}
+        self.sides = {n: (ast.dump(add.left), ast.dump(add.right)) for n, add in enumerate(adds)}
+        self.streams = {ast.unparse(adds[n].left if left else adds[n].right) for n, left in joins.items()}
+        self.last_line = max((adds[n].node.lineno for n in joins), default=0)
+
+    def twins(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for node in ast.walk(self.method.definition):
+            if isinstance(node, ast.If | ast.IfExp):
+                body, other = _statements(node.body), _statements(node.orelse)
+                taken = [arm for arm in (body, other) if self._within(arm, self.skip)]
+                for arm in (body, other):
+                    if arm not in taken:
+                        found |= self._twins(node, taken[0] if taken else [], arm)
+        return found
+
+    def _twins(self, node: ast.If | ast.IfExp, taken: list[ast.AST], arm: list[ast.AST]) -> dict[int, int]:
+        joins = self._within(taken, self.skip)
+        alike = [n for n in self._within(arm, self.sides) if n not in self.ran and self._is_on_a_stream(n)]
+        if joins and len(alike) == len(joins):
+            pairs = list(zip(alike, joins, strict=True))
+            if all(self.skip[join] in self.sides[twin] for twin, join in pairs):
+                return dict(pairs)
+        if not _is_settled(node.test) and (alike or self._goes_around(node, joins, arm)):
+            raise SeamError(
+                f"{self.method.where} goes another way where `{ast.unparse(node.test)}` turns out otherwise "
+                "than for the example: adds there could not be seen. Give an example that goes that way, or "
+                "describe the class with wellposed.anatomy.teach."
+            )
+        return {}
+
+    def _within(self, arm: list[ast.AST], numbers: Mapping[int, Any]) -> list[int]:
+        inside = (self.number.get(id(node)) for statement in arm for node in ast.walk(statement))
+        return sorted(number for number in inside if number is not None and number in numbers)
+
+    def _is_on_a_stream(self, number: int) -> bool:
+        return any(skip in self.sides[number] for skip in self.skip.values())
+
+    def _goes_around(self, node: ast.If | ast.IfExp, joins: list[int], arm: list[ast.AST]) -> bool:
+        inside = [inner for statement in arm for inner in ast.walk(statement)]
+        returns = any(isinstance(inner, ast.Return) for inner in inside)
+        if returns and node.lineno < self.last_line:
+            return True
+        stored = {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        return bool(joins) and bool(stored & self.streams)
+
+
+def _statements(arm: Any) -> list[ast.AST]:
+    return list(arm) if isinstance(arm, list) else [arm]
+
+
+def _is_settled(test: ast.expr) -> bool:
+    """Whether a condition depends on nothing but how the module was built."""
+    text = ast.unparse(test)
+    if "is_scripting()" in text or "is_tracing()" in text:
+        return True
+    names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+    return names <= {"self", "isinstance", "hasattr", "len"} and ".training" not in text
 
 
 def digest(definition: ast.AST) -> str:

@@ -7,6 +7,7 @@ from torch import nn
 from wellposed.anatomy.attentions import ATTENTIONS
 from wellposed.anatomy.families import BLOCKS, EMBEDDINGS
 from wellposed.anatomy.marked import unmarked_class
+from wellposed.anatomy.proof import proofs
 from wellposed.anatomy.rows import AttentionRow, BlockRow, EmbeddingRow
 from wellposed.errors import UnknownModelError
 
@@ -63,16 +64,21 @@ def attention_row(module: nn.Module) -> AttentionRow | str | None:
 
 
 def families() -> list[str]:
-    """The families of the table."""
-    return list(dict.fromkeys(row.family for row in BLOCKS.values()))
+    """The families that are known without a run: those of the table, and those that were proven."""
+    rows = [*BLOCKS.values(), *proofs().rows.values()]
+    return list(dict.fromkeys(row.family for row in rows if not row.refused))
 
 
-def unknown_model(model: nn.Module) -> UnknownModelError:
+def unknown_model(model: nn.Module, trouble: str = "") -> UnknownModelError:
     """The error for a model without a known block."""
+    name = type(model).__name__
     return UnknownModelError(
-        f"found no transformer block that wellposed knows in {type(model).__name__}.\n"
-        f"Known: {'; '.join(families())}.\n"
-        "Teach it your own block class, with the adds of its forward in order:\n"
+        f"found no transformer block in {name}.\n"
+        + (f"{trouble}\n" if trouble else "")
+        + "A model of one's own is run once to find its blocks: give an input as example=, such as\n"
+        "    wp.remove_skips(model, example=torch.randn(1, 3, 224, 224))\n"
+        f"Known without a run: {'; '.join(families())}.\n"
+        "Where a run does not show the blocks, teach it the class, with the adds of its forward in order:\n"
         "    from wellposed.anatomy import Add, BlockRow, after, taps, teach, verify\n"
         "    teach(MyBlock, BlockRow('mine', adds=(Add('attention', skip='x'), Add('ffn', skip='x')),\n"
         "                            taps=taps(attention=after('attn'), mlp='mlp', last_linear='mlp.fc2')))\n"

@@ -1,17 +1,16 @@
 """Looking into a model without a trace: everything is put back, also after an error or Ctrl-C."""
 
 import contextlib
-import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from wellposed.anatomy.example import eagerly as eagerly
+from wellposed.anatomy.example import preserved as preserved
 from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.model import Block, blocks
 from wellposed.anatomy.seam import Join, block_joins, close_seam, is_open, open_seam
@@ -37,29 +36,12 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
-    """Puts back the mode of every module and the state of every random generator."""
-    training = [(module, module.training) for module in model.modules()]
-    kind = next((p.device.type for p in model.parameters() if p.device.type not in ("cpu", "meta")), None)
-    devices = {p.device for p in model.parameters() if p.device.type == kind}
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices, device_type=kind or "cuda"):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for module, mode in training:
-            module.training = mode
-
-
-@contextlib.contextmanager
-def observed(model: nn.Module) -> Iterator[list[Block]]:
+def observed(model: nn.Module, example: Any = None) -> Iterator[list[Block]]:
     """The blocks of a plain model, in evaluation mode, their seams open; as it was afterwards.
 
     Compiled parts run eagerly meanwhile: compiled code would not see the hooks.
     """
-    found = blocks(model)
+    found = [block for block in blocks(model, example) if not block.row.refused]
     opened: list[Block] = []
     try:
         with preserved(model), eagerly():
@@ -75,15 +57,6 @@ def observed(model: nn.Module) -> Iterator[list[Block]]:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward pass leaves the outermost one whole
-
-
-def eagerly() -> contextlib.AbstractContextManager[Any]:
-    """A context in which compiled parts run as they were written."""
-    # Importing the compiler takes seconds; where nobody has, nothing is compiled.
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 @contextlib.contextmanager

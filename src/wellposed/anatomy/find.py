@@ -1,0 +1,587 @@
+"""Finding the blocks of any model in a trace of it: their residual joins, and where operations go in.
+
+A block is the module whose methods hold an attention's join and its FFN's, or, where these stand in
+submodules (BERT's output layers), the nearest module around both. What a run shows is written as a
+:class:`~wellposed.anatomy.rows.BlockRow`, the same as one that was taught.
+"""
+
+import ast
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from wellposed.anatomy.flow import Flow, Kind, Residual
+from wellposed.anatomy.marked import unmarked_class
+from wellposed.anatomy.rows import (
+    Add,
+    BlockRow,
+    Layout,
+    Role,
+    Site,
+    Tap,
+    Taps,
+    after,
+    before,
+    no_taps,
+)
+from wellposed.anatomy.source import Method, wrapped_functions
+from wellposed.anatomy.trace import Call, Op
+from wellposed.errors import SeamError
+
+ONE_TOKEN = "it updates the class token alone, and the mean of one token is that token"
+OVER_CHANNELS = "its attention is over channels, not tokens"
+_NO_ATTENTION = "it mixes tokens without attention"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A block that a run has shown: its row, or why it cannot be edited."""
+
+    name: str
+    module: nn.Module
+    row: BlockRow
+
+
+@dataclass
+class _Group:
+    """The joins of one call of one block, and what was read off them."""
+
+    call: Call
+    residuals: list[Residual] = field(default_factory=list)
+    row: BlockRow | None = None
+    refused: str = ""
+    ends: list[Tap] = field(default_factory=list)  # where attention.end could be, the nearest first
+
+
+def find_blocks(model: nn.Module, flow: Flow, batch: int = 1) -> list[Found]:
+    """The blocks of a traced model, in the order of its modules.
+
+    Args:
+        flow: of a pass with ``batch`` images.
+    """
+    kinds = {id(r): flow.kind(r, flow.channels_last([r])) for r in flow.residuals}
+    main = _main_joins(flow, kinds)
+    attends = any(kinds[id(r)] in ("attention", "parallel") for r in main)
+    by_module: dict[int, list[BlockRow]] = {}
+    for group in _common_ends([_read(flow, one, attends, batch) for one in _grouped(main, kinds)]):
+        row = group.row or _refused(group.call.module, group.refused)
+        by_module.setdefault(id(group.call.module), []).append(row)
+    found = []
+    for name, module in model.named_modules():
+        rows = by_module.get(id(module), [])
+        if not rows:
+            continue
+        row = rows[0] if all(one == rows[0] for one in rows) else _refused(module, _DIFFERENT)
+        if set(row.roles) != {"local"}:
+            found.append(Found(name, module, row))
+    return found
+
+
+def _refused(block: nn.Module, reason: str) -> BlockRow:
+    return BlockRow(_family(block), (), no_taps(reason), refused=reason, no_token_attention=reason)
+
+
+def _family(block: nn.Module) -> str:
+    """The library, and where in it the class is: ``timm vision_transformer.Block``."""
+    cls = unmarked_class(block)
+    library, _, module = cls.__module__.partition(".")
+    place = module.rpartition(".")[2].removeprefix("modeling_")
+    return f"{library} {place}.{cls.__name__}" if place else f"{library} {cls.__name__}"
+
+
+_Sites = dict[tuple[str, str], tuple[Method, dict[int, bool], set[int]]]
+"""By path and method: the method, its joins (number, whether the skip is on the left), the adds that ran."""
+
+_DIFFERENT = "its calls differ: not every one of them adds its skips in the same places"
+
+
+def _main_joins(flow: Flow, kinds: dict[int, Kind]) -> list[Residual]:
+    """Those of the stream: not one inside another's branch, nor one around whole blocks."""
+    whole = [r for r in flow.residuals if kinds[id(r)] != "long"]
+    inside = {op.index for r in whole for op in r.path}
+    return [r for r in whole if r.op.index not in inside]
+
+
+def _owner_call(residual: Residual) -> Call:
+    """The call in whose method the add stands; the innermost one where it stands in no module's method."""
+    spot, call = residual.op.spot, residual.op.call
+    assert call is not None
+    while spot is not None and spot.owner is not None and call.module is not spot.owner:
+        if call.parent is None:
+            break
+        call = call.parent
+    return call
+
+
+def _grouped(main: list[Residual], kinds: dict[int, Kind]) -> list[_Group]:
+    """Blocks, each with its joins; what belongs to none stays a block of its own."""
+    groups: dict[int, _Group] = {}
+    for residual in main:
+        call = _owner_call(residual)
+        groups.setdefault(id(call), _Group(call)).residuals.append(residual)
+    blocks = {key: group for key, group in groups.items() if _is_complete(group.residuals, kinds)}
+    rest = [group for key, group in groups.items() if key not in blocks]
+    for group in rest:
+        around = _around(group, main, kinds)
+        if around is not None and not any(around.within(block.call) for block in blocks.values()):
+            blocks[id(around)] = _Group(around, [r for r in main if around.holds(r.op.index)])
+    taken = {id(r) for block in blocks.values() for r in block.residuals}
+    for group in rest:
+        left = [r for r in group.residuals if id(r) not in taken]
+        home = next((b for b in blocks.values() if left and group.call.within(b.call)), None)
+        if home is not None:  # a convolution with a skip of its own, inside a block
+            home.residuals.extend(left)
+        elif left:
+            blocks[id(group.call)] = _Group(group.call, left)
+    for block in blocks.values():
+        block.residuals.sort(key=lambda r: r.op.index)
+    return list(blocks.values())
+
+
+def _around(group: _Group, main: list[Residual], kinds: dict[int, Kind]) -> Call | None:
+    """The nearest call that holds more joins than the group's, if they are those of one block."""
+    call = group.call.parent
+    while call is not None:
+        within = [r for r in main if call.holds(r.op.index)]
+        if len(within) > len(group.residuals):
+            return call if _is_complete(within, kinds) and _each_once(within, kinds) else None
+        call = call.parent
+    return None
+
+
+def _is_complete(residuals: Iterable[Residual], kinds: dict[int, Kind]) -> bool:
+    there = [kinds[id(r)] for r in residuals]
+    attend = sum(kind == "attention" for kind in there)
+    return "parallel" in there or 0 < attend < len(there) or (not attend and len(there) > 1)
+
+
+def _each_once(residuals: list[Residual], kinds: dict[int, Kind]) -> bool:
+    there = [kinds[id(r)] for r in residuals]
+    return all(there.count(kind) == 1 for kind in there if kind != "spatial") and "attention" in there
+
+
+def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
+    """Write the row of a group, or why it has none."""
+    residuals = group.residuals
+    last = flow.channels_last(residuals)
+    roles = _roles([flow.kind(r, last) for r in residuals], attends)
+    try:
+        adds = _adds(flow, group, roles)
+    except SeamError as error:
+        group.refused = str(error)
+        return group
+    place, stream = _stream(flow, group)
+    layout, pieces = _layout(flow.shape(stream), last, batch)
+    if pieces:
+        group.refused = pieces
+        return group
+    reader = _Taps(flow, group, roles, layout, last, batch)
+    taps = reader.taps()
+    group.ends = reader.attention_ends
+    if reader.updates_one_token():
+        taps, group.ends = no_taps(ONE_TOKEN), []
+    elif place != 0:
+        taps = (("block.start", f"its tokens are argument {place} of its forward, not the first"), *taps[1:])
+    group.row = BlockRow(
+        family=_family(group.call.module),
+        adds=adds,
+        taps=taps,
+        layout=layout,
+        stream=place,
+        unchained=_unchained(flow, group, roles, stream),
+        no_token_attention=reader.no_token_attention(),
+    )
+    return group
+
+
+def _common_ends(groups: list[_Group]) -> list[_Group]:
+    """Give the blocks of one class one place for ``attention.end``, if there is one that serves them all.
+
+    Where one window covers the image, the end of the attention itself would do; in other blocks it would not.
+    """
+    by_class: dict[type, list[_Group]] = {}
+    for group in groups:
+        if group.ends:
+            by_class.setdefault(type(group.call.module), []).append(group)
+    for alike in by_class.values():
+        common = [tap for tap in alike[0].ends if all(_at(tap) in map(_at, one.ends) for one in alike)]
+        for group in alike if common else ():
+            assert group.row is not None
+            tap = next(tap for tap in group.ends if _at(tap) == _at(common[0]))
+            taps = tuple((at, tap if at == "attention.end" else old) for at, old in group.row.taps)
+            group.row = replace(group.row, taps=taps)
+    return groups
+
+
+def _at(tap: Tap) -> tuple[str, tuple[str, ...]]:
+    return tap.side, tap.paths
+
+
+def _roles(kinds: list[Kind], attends: bool) -> list[Role]:
+    has_attention = "attention" in kinds or "parallel" in kinds
+    mixes: Role = "local" if attends else "mixer"
+    roles: list[Role] = []
+    for kind in kinds:
+        match kind:
+            case "attention" | "parallel":
+                roles.append(kind)
+            case "pointwise":
+                roles.append("ffn")
+            case "mixed" if has_attention and "pointwise" not in kinds:
+                roles.append("ffn")
+            case _:
+                roles.append(mixes)
+    return roles
+
+
+def _adds(flow: Flow, group: _Group, roles: list[Role]) -> tuple[Add, ...]:
+    """The adds of a block, those in arms that were not taken too."""
+    block = group.call.module
+    paths = {id(module): path for path, module in block.named_modules()}
+    adds: list[Add] = []
+    sites: _Sites = {}
+    for residual, role in zip(group.residuals, roles, strict=True):
+        owner, method_name = _method(residual)
+        if id(owner) not in paths:
+            raise SeamError(f"its {role} skip is added by {type(owner).__name__}, which is not within it.")
+        path = paths[id(owner)]
+        if (path, method_name) not in sites:
+            method = Method(unmarked_class(owner), method_name)
+            sites[path, method_name] = method, {}, _ran(flow, group.call, method)
+        method, joins, _ = sites[path, method_name]
+        spot = residual.op.spot
+        assert spot is not None
+        number = method.add_at(spot.position)
+        if number is None:
+            raise SeamError(
+                f"its {role} skip is added by an expression of {method.where} that is no plain add."
+            )
+        if number in joins:
+            raise SeamError(
+                f"{method.where} adds its {role} skips in a loop: one line of it serves several layers. Put "
+                "what the loop does into a module of its own, one for each layer."
+            )
+        joins[number] = residual.skip_is_left
+        site = Site(path, method_name, number, residual.skip_is_left, method.digest)
+        adds.append(Add(role, site=site, order=1 + sum(add.role == role for add in adds)))
+    return tuple(adds) + _twins(adds, sites)
+
+
+def _twins(adds: list[Add], sites: _Sites) -> tuple[Add, ...]:
+    """The adds of arms that were not taken, as joins of the same names."""
+    at = {(add.site.path, add.site.method, add.site.number): add for add in adds if add.site}
+    twins = []
+    for (path, name), (method, joins, ran) in sites.items():
+        source = method.adds()
+        for twin, number in method.twins(joins, ran).items():
+            original = at[path, name, number]
+            skip = ast.dump(source[number].left if joins[number] else source[number].right)
+            site = Site(path, name, twin, ast.dump(source[twin].left) == skip, method.digest)
+            twins.append(Add(original.role, site=site, order=original.order))
+    return tuple(twins)
+
+
+def _ran(flow: Flow, call: Call, method: Method) -> set[int]:
+    code = method.function.__code__
+    spots = [op.spot for op in flow.trace.ops[call.begin : call.end] if op.spot and op.spot.code is code]
+    return {number for spot in spots if (number := method.add_at(spot.position)) is not None}
+
+
+def _method(residual: Residual) -> tuple[nn.Module, str]:
+    """The module in whose method an add stands, and the method's name."""
+    spot = residual.op.spot
+    if spot is None or spot.owner is None:
+        where = "code that is not Python" if spot is None else f"the function {spot.code.co_qualname}"
+        raise SeamError(f"a skip is added in {where}, which is no method of a module and cannot be edited.")
+    cls: Any = unmarked_class(spot.owner)
+    name = _method_name(cls, spot.code)
+    if name is None:
+        raise SeamError(
+            f"a skip is added in {spot.code.co_qualname}, which is no method of {type(spot.owner).__name__} "
+            "itself: a local function, or a base's method called by super()."
+        )
+    return spot.owner, name
+
+
+@functools.cache
+def _method_name(cls: type, code: object) -> str | None:
+    overridden: set[str] = set()
+    for base in cls.__mro__:
+        for name, member in vars(base).items():
+            for function in wrapped_functions(member, name):
+                if getattr(function, "__code__", None) is code and name not in overridden:
+                    return name
+        overridden |= set(vars(base))
+    return None
+
+
+def _layout(shape: tuple[int, ...], last: bool, batch: int) -> tuple[Layout, str]:
+    """The layout of a stream, and why its tokens are not those of whole images, if they are not."""
+    if len(shape) == 3 and shape[0] != batch and shape[1] == batch:
+        return "LNC", ""
+    if shape[0] != batch:
+        return "NLC", (
+            f"it sees {shape[0] // max(batch, 1)} pieces of each image as if they were images (tokens "
+            f"{' x '.join(map(str, shape))} of a batch of {batch}): no operation there would reach all "
+            "tokens of one image"
+        )
+    if len(shape) == 3:
+        return (
+            "NLC",
+            "" if last else "its channels lie before its tokens (B, C, N), a layout that is not known",
+        )
+    return ("NHWC" if last else "NCHW"), ""
+
+
+def _tokens(shape: tuple[int, ...], layout: Layout) -> int:
+    match layout:
+        case "LNC":
+            return shape[0]
+        case "NCHW":
+            sizes = shape[2:]
+        case _:
+            sizes = shape[1:-1]
+    count = 1
+    for size in sizes:
+        count *= size
+    return count
+
+
+def _stream(flow: Flow, group: _Group) -> tuple[int, int]:
+    """Which argument of the block's forward carries its tokens, and its value."""
+    residual, call = group.residuals[0], group.call
+    for wanted in (residual.start, flow.root[residual.skip]):
+        for place, value in call.arguments:
+            if flow.root[value] == wanted:
+                return (place if isinstance(place, int) else call.order[place]), value
+    made = _ancestors(flow, residual.start, call.begin)
+    for place, value in call.arguments:
+        if value in made or flow.root[value] in made:
+            return (place if isinstance(place, int) else call.order[place]), value
+    return 0, residual.skip
+
+
+def _unchained(flow: Flow, group: _Group, roles: list[Role], stream: int) -> tuple[Role, ...]:
+    """The roles whose skip is more than one module away from the sum before."""
+    children = [call for call in flow.trace.calls if call.parent is group.call]
+    found: list[Role] = []
+    before = flow.root[stream]
+    for residual, role in zip(group.residuals, roles, strict=True):
+        skip = flow.root[residual.skip]
+        ends = {before} | {
+            flow.root[value]
+            for call in children
+            if any(flow.root[given] == before for _, given in call.arguments)
+            for value in call.results
+        }
+        if skip not in ends:
+            found.append(role)
+        before = flow.root[residual.out]
+    return tuple(dict.fromkeys(found))
+
+
+def _ancestors(flow: Flow, value: int, begin: int) -> set[int]:
+    """What a value was made of since an operation."""
+    seen, todo = set(), [value]
+    while todo:
+        one = todo.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        maker = flow.trace.values[one].maker
+        if maker is not None and maker >= begin:
+            todo += flow.trace.ops[maker].inputs
+    return seen
+
+
+class _Taps:
+    """Where operations go in, read off the calls inside the branches of one block."""
+
+    def __init__(
+        self, flow: Flow, group: _Group, roles: list[Role], layout: Layout, last: bool, batch: int
+    ) -> None:
+        self.flow, self.group, self.roles = flow, group, roles
+        self.layout, self.last, self.batch = layout, last, batch
+        self.block = group.call.module
+        self.paths = {id(module): path for path, module in self.block.named_modules()}
+        self.calls = [c for c in flow.trace.calls if c is not group.call and c.within(group.call)]
+        self.axes = flow.channel_axes(group.residuals, last)
+        self.tokens = _tokens(flow.shape(group.residuals[0].skip), layout)
+        ran = [id(call.module) for call in self.calls]
+        self.twice = {one for one in ran if ran.count(one) > 1}
+        self.attention_ends: list[Tap] = []
+
+    def taps(self) -> Taps:
+        attention = self._of("attention", "parallel")
+        ffn = self._of("ffn", "parallel")
+        if attention is None and ffn is None:
+            return (
+                ("block.start", before("")),
+                *no_taps("it mixes tokens by convolution and has no MLP")[1:],
+            )
+        start, middle, end = self._mlp(ffn) if ffn else ("it has no FFN",) * 3
+        return (
+            ("block.start", before("")),
+            ("attention.end", self._attention_end(attention) if attention else _NO_ATTENTION),
+            ("mlp.start", start),
+            ("mlp.middle", middle),
+            ("mlp.end", end),
+        )
+
+    def no_token_attention(self) -> str:
+        """Why the attention has no rows over tokens; empty where it has, or where there is none."""
+        residual = self._of("attention", "parallel")
+        if residual is None:
+            return ""
+        core = self.flow.core(residual)
+        product = next(op for op in core if op.name != "softmax")
+        if product.name == "multi_head_attention_forward":
+            return ""
+        query = self.flow.shape(product.inputs[0])
+        if query[-1] == self.tokens != query[-2]:
+            return OVER_CHANNELS
+        fused = any(op.name == "scaled_dot_product_attention" for op in core)
+        if not fused and not any(op.name == "softmax" for op in core):
+            return "its attention has no softmax, so no weights that sum to one"
+        return ""
+
+    def updates_one_token(self) -> bool:
+        """Whether one token alone attends, as the class token does in class attention."""
+        if self.tokens == 1:
+            return True
+        residual = self._of("attention")
+        if residual is None:
+            return False
+        shapes = [self.flow.shape(op.outputs[0]) for op in self.flow.core(residual) if op.name != "softmax"]
+        return bool(shapes) and shapes[-1][-2] == 1 and self._mlp_tokens() == 1
+
+    def _mlp_tokens(self) -> int:
+        """How many tokens the last layer of the FFN sees."""
+        residual = self._of("ffn")
+        weighted = self.flow.weighted(residual) if residual else []
+        shape = self.flow.shape(weighted[-1].inputs[0]) if weighted else ()
+        return shape[-2] if len(shape) == 3 else 0
+
+    def _of(self, *roles: Role) -> Residual | None:
+        pairs = zip(self.group.residuals, self.roles, strict=True)
+        return next((residual for residual, role in pairs if role in roles), None)
+
+    def _along(self, residual: Residual) -> list[Call]:
+        """The outermost calls inside a branch, in order."""
+        maker = self.flow.trace.values[residual.start].maker
+        begin = max(self.group.call.begin, 0 if maker is None else maker + 1)
+        end = residual.op.index
+        numbers = {op.index for op in residual.path}
+
+        def is_inside(call: Call) -> bool:
+            return begin <= call.begin and call.end <= end
+
+        def leads(call: Call) -> bool:
+            made = any(value in residual.inside for value in call.results)
+            return made and (
+                any(call.holds(n) for n in numbers)
+                or any(value in residual.inside for _, value in call.arguments)
+            )
+
+        return [
+            call
+            for call in self.calls
+            if is_inside(call) and leads(call) and not (call.parent is not None and is_inside(call.parent))
+        ]
+
+    def _attention_end(self, residual: Residual) -> Tap | str:
+        core = {op.index for op in self.flow.core(residual)}
+        weighted = {op.index for op in self.flow.weighted(residual)}
+        calls = self._along(residual)
+        first = next((i for i, c in enumerate(calls) if any(c.holds(n) for n in core)), None)
+        if first is None:
+            later = [i for i, c in enumerate(calls) if c.begin > max(core)]
+            projections = [i for i in later if any(calls[i].holds(n) for n in weighted)]
+            if not projections:
+                return "its attention is computed in its own forward, by no module after which it ends"
+            first = projections[0]
+        elif not any(n > max(core) for n in weighted if calls[first].holds(n)):
+            # Attention without its output projection, which comes in a later module.
+            later = [i for i in range(first + 1, len(calls)) if any(calls[i].holds(n) for n in weighted)]
+            first = later[0] if later else first
+        ends = [("after", calls[first], calls[first].results[0])]
+        ends += [("before", c, c.arguments[0][1]) for c in calls[first + 1 :] if c.arguments]
+        taps = [self._tap(side, call) for side, call, value in ends if self._is_whole(value)]
+        self.attention_ends = [tap for tap in taps if tap]
+        if self.attention_ends:
+            return self.attention_ends[0]
+        return "its attention sees parts of the image, and no module sees its result put together again"
+
+    def _mlp(self, residual: Residual) -> tuple[Tap | str, Tap | str, Tap | str]:
+        weighted = self.flow.weighted(residual)
+        if "parallel" in self.roles:
+            core = self.flow.core(residual)
+            attending = [c for c in self._along(residual) if any(c.holds(op.index) for op in core)]
+            weighted = [op for op in weighted if not any(c.holds(op.index) for c in attending)]
+        calls = [c for c in self._along(residual) if any(c.holds(op.index) for op in weighted)]
+        if not calls or not weighted:
+            why = "its FFN is computed in its own forward, by no module"
+            return why, why, why
+        first, final = self._first_of(calls[0]), self._last_of(calls[-1])
+        start = (
+            self._tap("before", first) if first.arguments and self._is_whole(first.arguments[0][1]) else None
+        )
+        end = self._tap("after", final) if self._is_whole(final.results[0]) else None
+        return (
+            start or _NOT_WHOLE,
+            self._middle(weighted[-1]),
+            end or _NOT_WHOLE,
+        )
+
+    def _middle(self, last: Op) -> Tap | str:
+        call = last.call
+        if call is None or not isinstance(getattr(call.module, "weight", None), nn.Parameter):
+            return "its last product with weights is no module of its own"
+        if not self._is_whole(call.arguments[0][1]):
+            return _NOT_WHOLE
+        return self._tap("before", call) or _NOT_WHOLE
+
+    def _first_of(self, call: Call) -> Call:
+        while isinstance(call.module, nn.Sequential):
+            call = next(c for c in self.calls if c.parent is call)
+        return call
+
+    def _last_of(self, call: Call) -> Call:
+        while isinstance(call.module, nn.Sequential):
+            call = [c for c in self.calls if c.parent is call][-1]
+        return call
+
+    def _is_whole(self, value: int) -> bool:
+        """Whether a tensor holds the tokens of whole images, and of all of them."""
+        shape = self.flow.shape(value)
+        if len(shape) < 3 or len(shape) > 5:
+            return False
+        layout = self._layout_of(value)
+        return (
+            layout is not None
+            and shape[1 if layout == "LNC" else 0] == self.batch
+            and _tokens(shape, layout) == self.tokens
+        )
+
+    def _layout_of(self, value: int) -> Layout | None:
+        shape, axis = self.flow.shape(value), self.axes.get(value)
+        if len(shape) == 3:
+            return None if axis == 1 else "LNC" if self.layout == "LNC" else "NLC"
+        if axis is None:
+            return self.layout if self.layout in ("NHWC", "NCHW") else "NHWC"
+        return "NHWC" if axis == len(shape) - 1 else "NCHW"
+
+    def _tap(self, side: str, call: Call) -> Tap | None:
+        """A tap at a module of the block that runs once in it."""
+        path = self.paths.get(id(call.module))
+        if not path or id(call.module) in self.twice:
+            return None
+        layout = self._layout_of(call.arguments[0][1] if side == "before" else call.results[0])
+        make = before if side == "before" else after
+        return make(path, layout=None if layout == self.layout else layout)
+
+
+_NOT_WHOLE = "its FFN sees parts of the image, and no module there sees all tokens"

@@ -1,0 +1,322 @@
+"""Reading a trace: which adds are residual, and what runs inside their branches.
+
+An add is residual if its branch was computed from its skip::
+
+    out = skip + branch,   branch = f(skip)
+
+and f holds at least one product with weights, an attention or a mixing of tokens. So position embeddings,
+biases of attention logits, rotations and polynomials written out by hand are none.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from wellposed.anatomy.trace import ADDS, Op, Trace
+
+Kind = Literal["attention", "pointwise", "mixed", "spatial", "parallel", "long"]
+"""What a branch does: attends; acts on each token alone; does that with a token mixing in between (a
+convolution inside an FFN); mixes tokens without attention; attends and, beside that, acts on each token;
+holds whole blocks."""
+
+VIEWS = frozenset(
+    [
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "transpose",
+        "permute",
+        "contiguous",
+        "mT",
+        "T",
+        "squeeze",
+        "unsqueeze",
+        "swapaxes",
+        "movedim",
+        "swapdims",
+        "clone",
+        "to",
+        "float",
+        "type",
+        "half",
+        "bfloat16",
+        "double",
+        "detach",
+        "view_as",
+        "type_as",
+        "alias",
+        "dropout",
+    ]
+)
+_PARTS = frozenset(
+    [
+        "__getitem__",
+        "getitem",
+        "narrow",
+        "select",
+        "split",
+        "chunk",
+        "unbind",
+        "split_with_sizes",
+        "tensor_split",
+    ]
+)
+_LINEAR = frozenset({"linear", "addmm"})
+_CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+_PRODUCTS = frozenset(["matmul", "__matmul__", "__rmatmul__", "bmm", "einsum", "baddbmm", "mm", "tensordot"])
+_ATTENTIONS = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
+_MIXERS = frozenset(
+    ["avg_pool1d", "avg_pool2d", "max_pool2d", "fft_rfft2", "fft_fft2", "fft_fft", "fft_rfft", "fft_fftn"]
+)
+_LAST_NORMS = frozenset({"layer_norm", "rms_norm"})
+_CHANNEL_NORMS = frozenset({"batch_norm", "group_norm", "instance_norm"})
+
+
+@dataclass
+class Residual:
+    """A residual add: values and operations by their numbers in the trace."""
+
+    op: Op
+    skip: int
+    branch: int
+    out: int
+    skip_is_left: bool
+    start: int  # the value that the branch was computed from: the skip, seen without reshaping
+    path: list[Op] = field(default_factory=list)  # from start to branch, in order
+    inside: set[int] = field(default_factory=set)  # the values along it
+
+
+class Flow:
+    """A trace with its residual adds."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.root = self._roots()
+        self.residuals: list[Residual] = []
+        self._of_out: dict[int, Residual] = {}  # by the root of their sum
+        for op in trace.ops:
+            if op.name in ADDS and len(op.inputs) == 2 and (residual := self._residual(op)) is not None:
+                self.residuals.append(residual)
+                self._of_out[self.root[residual.out]] = residual
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        return self.trace.values[value].shape
+
+    def _roots(self) -> list[int]:
+        """Each value without the views, copies and cuts that it went through."""
+        roots: list[int] = []
+        for number, value in enumerate(self.trace.values):
+            maker = None if value.maker is None else self.trace.ops[value.maker]
+            passes = maker is not None and (maker.name in VIEWS or maker.name in _PARTS)
+            roots.append(roots[maker.inputs[0]] if passes and maker is not None else number)
+        return roots
+
+    def _residual(self, op: Op) -> Residual | None:
+        left, right = op.inputs
+        values = self.trace.values
+        if values[left].shape != values[right].shape or not values[left].floating:
+            return None
+        if values[left].learned or values[right].learned or len(values[left].shape) < 3:
+            return None
+        for skip, branch, is_left in ((left, right, True), (right, left, False)):
+            for start in self._starts(skip):
+                path, inside = self._between(start, branch, op.index)
+                if path and any(self._is_work(one, inside) for one in path):
+                    return Residual(op, skip, branch, op.outputs[0], is_left, start, path, inside)
+        return None
+
+    def _starts(self, skip: int) -> Iterator[int]:
+        """The values that a branch beside this skip may start from: it, and what parallel branches share."""
+        start = self.root[skip]
+        yield start
+        maker = self.trace.values[start].maker
+        if maker is not None and self.trace.ops[maker].name == "mul":  # a skip with a learned scale
+            given = [v for v in self.trace.ops[maker].inputs if not self._is_learned(v)]
+            if len(given) == 1:
+                yield self.root[given[0]]
+        while (before := self._of_out.get(start)) is not None:
+            start = self.root[before.skip]
+            yield start
+
+    def _between(self, start: int, end: int, before: int) -> tuple[list[Op], set[int]]:
+        """The operations that lead from one value to another, and the values along the way."""
+        maker = self.trace.values[start].maker
+        first = 0 if maker is None else maker + 1
+        reached: set[int] = {start}
+        for op in self.trace.ops[first:before]:
+            if any(value in reached or self.root[value] == start for value in op.inputs):
+                reached.update(op.outputs)
+        if end not in reached or self.root[end] == start:
+            return [], set()
+        path: list[Op] = []
+        wanted = {end}
+        for op in reversed(self.trace.ops[first:before]):
+            if wanted.isdisjoint(op.outputs):
+                continue
+            led = [value for value in op.inputs if value in reached or self.root[value] == start]
+            if led:
+                path.append(op)
+                wanted.update(led)
+        return path[::-1], wanted | {start}
+
+    def is_linear(self, op: Op) -> bool:
+        """Whether it multiplies by weights on the last axis."""
+        if op.name in _LINEAR:
+            return True
+        return op.name in _PRODUCTS and any(self._is_learned(value) for value in op.inputs)
+
+    def is_convolution(self, op: Op) -> bool:
+        return op.name in _CONVOLUTIONS
+
+    def kernel_is_one(self, op: Op) -> bool:
+        return all(size == 1 for size in self.shape(op.inputs[1])[2:])
+
+    def is_product_of_tokens(self, op: Op, inside: set[int]) -> bool:
+        """Whether it multiplies what was made of tokens by what was made of tokens."""
+        if op.name in _ATTENTIONS:
+            return True
+        led = [value for value in op.inputs if value in inside]
+        return op.name in _PRODUCTS and len(led) >= 2 and not self.is_linear(op)
+
+    def attends(self, path: Iterable[Op], inside: set[int]) -> bool:
+        names = [op.name for op in path]
+        if any(name in _ATTENTIONS for name in names):
+            return True
+        products = sum(self.is_product_of_tokens(op, inside) for op in path)
+        return products >= 2 or (products == 1 and "softmax" in names)
+
+    def core(self, residual: Residual) -> list[Op]:
+        """The products of tokens with tokens, and the softmax, of an attention."""
+        return [
+            op
+            for op in residual.path
+            if op.name == "softmax" or self.is_product_of_tokens(op, residual.inside)
+        ]
+
+    def weighted(self, residual: Residual) -> list[Op]:
+        """The products with weights inside a branch."""
+        return [op for op in residual.path if self.is_linear(op) or self.is_convolution(op)]
+
+    def _is_learned(self, value: int) -> bool:
+        values = self.trace.values
+        while not values[value].learned:
+            maker = values[value].maker
+            if maker is None or not self.trace.ops[maker].inputs:
+                return False
+            inputs = self.trace.ops[maker].inputs
+            if len(inputs) > 1 and not all(values[self.root[one]].learned for one in inputs):
+                return False
+            value = inputs[0]
+        return True
+
+    def _is_work(self, op: Op, inside: set[int]) -> bool:
+        return (
+            self.is_linear(op)
+            or self.is_convolution(op)
+            or op.name in _MIXERS
+            or self.is_product_of_tokens(op, inside)
+        )
+
+    def kind(self, residual: Residual, last: bool) -> Kind:
+        """What a branch does, once it is known whether the channels of the stream are on its last axis."""
+        numbers = {op.index for op in residual.path}
+        within = [other for other in self.residuals if other.op.index in numbers]
+        if any(self.attends(other.path, other.inside) for other in within) and any(
+            not self.attends(other.path, other.inside) for other in within
+        ):
+            return "long"
+        if self.attends(residual.path, residual.inside):
+            return "parallel" if self._has_two_arms(residual) else "attention"
+        axes = self.channel_axes([residual], last)
+        steps = [self._step(op, axes) for op in residual.path]
+        first = next((i for i, step in enumerate(steps) if step == "channels"), None)
+        spatial = [i for i, step in enumerate(steps) if step == "tokens"]
+        if not spatial:
+            return "pointwise"
+        between = first is not None and all(i > first for i in spatial)
+        return "mixed" if between and "channels" in steps[spatial[-1] :] else "spatial"
+
+    def _has_two_arms(self, residual: Residual) -> bool:
+        """Whether the branch is itself a sum of an attention and of something that does not attend."""
+        maker = self.trace.values[self.root[residual.branch]].maker
+        op = None if maker is None else self.trace.ops[maker]
+        if op is None or op.name not in ADDS or len(op.inputs) != 2:
+            return False
+        arms = [self._between(residual.start, value, op.index) for value in op.inputs]
+        attend = [self.attends(path, inside) for path, inside in arms]
+        work = [any(self.is_linear(one) for one in path) for path, _ in arms]
+        return sorted(attend) == [False, True] and all(work)
+
+    def _step(self, op: Op, axes: dict[int, int]) -> str:
+        """What an operation acts on, where that matters."""
+        value = next((value for value in op.inputs if value in axes), None)
+        if op.name in _MIXERS:
+            return "tokens"
+        if self.is_linear(op):
+            return "channels" if value is None or axes[value] == len(self.shape(value)) - 1 else "tokens"
+        if self.is_convolution(op):
+            along = value is None or axes[value] == 1
+            return "channels" if along and self.kernel_is_one(op) else "tokens"
+        return ""
+
+    def channels_last(self, residuals: Iterable[Residual]) -> bool:
+        """Whether the channels of the stream lie on its last axis, by what acts on it; else on axis 1."""
+        score = 0
+        for residual in residuals:
+            for last, sign in ((True, 1), (False, -1)):
+                axes = self.channel_axes([residual], last)
+                score += sign * sum(self._agrees(op, axes) for op in residual.path)
+        return score >= 0
+
+    def _agrees(self, op: Op, axes: dict[int, int]) -> int:
+        value = next((value for value in op.inputs if value in axes), None)
+        if value is None:
+            return 0
+        axis, last = axes[value], len(self.shape(value)) - 1
+        if self.is_linear(op) or op.name in _LAST_NORMS:
+            return 1 if axis == last else -1
+        if self.is_convolution(op) or op.name in _CHANNEL_NORMS:
+            return 1 if axis == 1 else -1
+        return 0
+
+    def channel_axes(self, residuals: Iterable[Residual], last: bool) -> dict[int, int]:
+        """On which axis the channels lie, for the values along the branches, as far as it can be followed."""
+        axes: dict[int, int] = {}
+        for residual in residuals:
+            for end in (residual.start, residual.skip, residual.out):
+                axes.setdefault(end, len(self.shape(end)) - 1 if last else 1)
+            for op in residual.path:
+                value = next((v for v in op.inputs if v in axes or self.root[v] == residual.start), None)
+                if value is None:
+                    continue
+                axes.setdefault(value, len(self.shape(value)) - 1 if last else 1)
+                for out in op.outputs:
+                    axis = self._moved(op, axes[value], self.shape(value), self.shape(out))
+                    if axis is not None:
+                        axes.setdefault(out, axis)
+        return axes
+
+    def _moved(self, op: Op, axis: int, before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
+        """The axis of the channels after an operation, None where it cannot be told."""
+        final = len(before) - 1
+        if op.name == "permute" and op.details:
+            args, kwargs = op.details
+            dims = kwargs.get("dims", args[1] if len(args) == 2 else args[1:])
+            return [dim % len(before) for dim in dims].index(axis)
+        if op.name in ("transpose", "swapaxes", "swapdims", "mT", "T"):
+            pair: tuple[int, ...] = (final, final - 1)
+            if op.details and len(op.details[0]) == 3:
+                pair = tuple(dim % len(before) for dim in op.details[0][1:])
+            return {pair[0]: pair[1], pair[1]: pair[0]}.get(axis, axis)
+        if self.is_linear(op):
+            return axis if len(before) == len(after) else None
+        if self.is_convolution(op):
+            return 1 if axis == 1 else None
+        if before == after:
+            return axis
+        if axis == final and after and after[-1] == before[-1]:
+            return len(after) - 1
+        if axis == 1 and len(after) > 1 and after[1] == before[1]:
+            return 1
+        return None

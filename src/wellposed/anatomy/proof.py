@@ -1,0 +1,278 @@
+"""Blocks that are proven: found in a run of the model, and shown to be right by a second one.
+
+The proof of a block is a run in which its adds are joins: the output must be the same, bit for bit, and the
+joins must have run as often as the adds did. It is made once for a block's class, source and settings. What
+was proven for the tested versions of timm, transformers and torchvision is shipped, so that their models need
+no run.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.resources
+import inspect
+import json
+import types
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from wellposed.anatomy.example import Example, eagerly, preserved
+from wellposed.anatomy.find import Found, find_blocks
+from wellposed.anatomy.flow import Flow
+from wellposed.anatomy.marked import set_class, unmarked_class
+from wellposed.anatomy.rows import Add, BlockRow, Site, Tap
+from wellposed.anatomy.seam import block_joins, close_seam, is_seamed, join_name, joins, open_seam
+from wellposed.anatomy.source import wrapped_functions
+from wellposed.anatomy.trace import trace
+from wellposed.errors import SeamError
+
+INSERTED = ("inserted_before", "inserted_after", "inserted_query")
+"""The names of the children that hold operations put into a model."""
+
+
+class Proofs:
+    """Rows by the signature of a block, and the classes of modules in which no skip is added."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, BlockRow] = {}
+        self.classes: set[str] = set()  # of the blocks
+        self.quiet: set[str] = set()
+        self.unreached: set[str] = set()
+        self.tested: dict[str, list[str]] = {}
+
+    def to_json(self) -> dict[str, Any]:
+        rows = {key: asdict(row) for key, row in self.rows.items()}
+        for row in rows.values():
+            row["taps"] = {position: tap for position, tap in row["taps"]}
+        return {
+            "tested": self.tested,
+            "classes": sorted(self.classes),
+            "quiet": sorted(self.quiet),
+            "unreached": sorted(self.unreached),
+            "rows": dict(sorted(rows.items())),
+        }
+
+    def load(self, data: dict[str, Any]) -> None:
+        self.tested |= data["tested"]
+        self.classes |= set(data["classes"])
+        self.quiet |= set(data["quiet"])
+        self.unreached |= set(data["unreached"])
+        for key, row in data["rows"].items():
+            adds = tuple(Add(**add | {"site": Site(**add["site"])}) for add in row["adds"])
+            taps = tuple(
+                (
+                    position,
+                    tap if isinstance(tap, str) else Tap(tap["side"], tuple(tap["paths"]), tap["layout"]),
+                )
+                for position, tap in row["taps"].items()
+            )
+            self.rows[key] = BlockRow(
+                **row
+                | {"adds": adds, "taps": taps, "substitutions": (), "unchained": tuple(row["unchained"])}
+            )
+
+
+@functools.cache
+def proofs() -> Proofs:
+    """Those of this process, with the shipped ones."""
+    found = Proofs()
+    shipped = importlib.resources.files("wellposed.anatomy") / "proven.json"
+    if shipped.is_file():
+        found.load(json.loads(shipped.read_text(encoding="utf-8")))
+    return found
+
+
+def proven_row(module: nn.Module) -> BlockRow | None:
+    """The row of a module that a run has shown to be a block."""
+    known = proofs()
+    if not _may_add(own_class(module)) or _class_key(own_class(module)) not in known.classes:
+        return None
+    return known.rows.get(_signature(module))
+
+
+def is_quiet(module: nn.Module, *, ran: bool) -> bool:
+    """Whether a run has shown that a module's own methods add no skips.
+
+    With ``ran=False`` it is enough that a model with such a module was run, whether that reached it or not.
+    """
+    cls = own_class(module)
+    known = proofs().quiet if ran else proofs().quiet | proofs().unreached
+    return not _may_add(cls) or _class_key(cls) in known
+
+
+def prove(model: nn.Module, example: Example) -> list[Found]:
+    """Find the blocks of a model in a run of it, prove them in a second one, and remember them."""
+    with preserved(model), eagerly(), as_built(model), torch.inference_mode(False):
+        model.eval()
+        seen = trace(model, example.run)
+        found = find_blocks(model, Flow(seen), example.batch)
+        usable = [block for block in found if not block.row.refused]
+        calls = _run_seamed(model, usable, example, seen.output)
+        adds = Counter(id(call.module) for call in seen.calls)
+        for block in usable:
+            expected = adds[id(block.module)] * len(block.row.names)
+            if calls[block.name] != expected:
+                raise SeamError(
+                    f"expected {expected} calls of joins in {block.name}, got {calls[block.name]}."
+                )
+        for block in found:
+            proofs().rows[_signature(block.module)] = block.row
+            proofs().classes.add(_class_key(own_class(block.module)))
+        within = {id(m) for block in found for m in block.module.modules()}
+        for module in model.modules():
+            if id(module) not in within and _may_add(own_class(module)):
+                seen_as = proofs().quiet if id(module) in adds else proofs().unreached
+                seen_as.add(_class_key(own_class(module)))
+    return found
+
+
+def _run_seamed(model: nn.Module, found: list[Found], example: Example, expected: Any) -> dict[str, int]:
+    """Run the model with its adds as joins and count these. Raises where the output is another one."""
+    counts = {block.name: 0 for block in found}
+    handles: list[Any] = []
+    opened: list[Found] = []
+    try:
+        for block in found:
+            open_seam(block.module, block.row)
+            opened.append(block)
+
+            def count(*args: Any, name: str = block.name) -> None:
+                counts[name] += 1
+
+            handles += [j.register_forward_hook(count) for j in block_joins(block.module, block.row)]
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with torch.no_grad():
+                output = example.run(model)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for block in opened:
+            close_seam(block.module, block.row)
+    pairs = zip(_tensors(output), _tensors(expected), strict=True)
+    if not all(torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs):
+        raise SeamError(
+            f"the output of {type(model).__name__} changes when its adds become joins: something in it "
+            "computes otherwise than its source says, or at random. Describe its blocks with "
+            "wellposed.anatomy.teach."
+        )
+    return counts
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    if hasattr(output, "to_tuple"):
+        output = output.to_tuple()
+    return [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+
+
+@contextmanager
+def as_built(model: nn.Module) -> Iterator[None]:
+    """The model without its edits: seams closed, inserted operations passed by."""
+    edited = [
+        (module, type(module), dict(module._modules))
+        for module in model.modules()
+        if is_seamed(module) or any(name in module._modules for name in INSERTED)
+    ]
+    try:
+        for module, _, children in edited:
+            for join in joins(module):
+                del module._modules[join_name(join.name)]
+            for name in INSERTED:
+                if name in children:
+                    module._modules[name] = nn.Identity()
+            set_class(module, own_class(module))
+        yield
+    finally:
+        for module, cls, children in edited:
+            module._modules.clear()
+            module._modules.update(children)
+            module.__class__ = cls
+
+
+def own_class(module: nn.Module) -> Any:
+    """The class of a module without marks and seams."""
+    cls = unmarked_class(module)
+    return getattr(cls, "_seam_of", cls)
+
+
+def version_of(cls: Any) -> str:
+    """The library of a class with its version, and the versions that were tested, for an error."""
+    library = cls.__module__.partition(".")[0]
+    try:
+        version = importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    tested = proofs().tested.get(library)
+    known = f"; tested are {tested[0]} to {tested[1]}" if tested else ""
+    return f" ({library} {version} is installed{known})"
+
+
+def _may_add(cls: Any) -> bool:
+    return not cls.__module__.startswith("torch.nn.")
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+
+
+def _signature(block: nn.Module) -> str:
+    """Of a block's structure: the classes in it with their sources, and the settings that lead their way."""
+    parts: list[Any] = []
+    for path, module in block.named_modules():
+        if any(name in path for name in INSERTED) or ".join_" in f".{path}":
+            continue
+        if not _has_tensors(module) and not any(True for _ in module.children()):
+            parts.append(path)  # an activation, a dropout: which one does not matter
+            continue
+        cls = own_class(module)
+        if not _may_add(cls):
+            parts.append((path, cls.__qualname__))
+            continue
+        parts.append((path, _class_key(cls), _settings(module)))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+def _settings(module: nn.Module) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in sorted(vars(module).items()):
+        if name == "training" or name.startswith("_"):
+            continue
+        if value is None or isinstance(value, bool | str):
+            found.append((name, value))
+        elif isinstance(value, int | float):
+            found.append((name, (value > 0) - (value < 0)))
+    found += [(name, value is None) for name, value in sorted(module._parameters.items())]
+    return found
+
+
+@functools.cache
+def _class_key(cls: Any) -> str:
+    """Of a class and of the source of its methods, those it inherits from a library of models too."""
+    texts = [f"{cls.__module__}.{cls.__qualname__}"]
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc"):
+            continue
+        for name, member in vars(base).items():
+            for function in wrapped_functions(member, name):
+                if isinstance(function, types.FunctionType) and not (
+                    name.startswith("__") and name != "__call__"
+                ):
+                    texts.append(_text(function))
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def _text(function: types.FunctionType) -> str:
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return repr(function.__code__.co_code)

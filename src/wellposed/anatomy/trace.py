@@ -1,0 +1,231 @@
+"""What a model does with one example: every operation on tensors, and what it was computed from.
+
+The model runs once, as it is: nothing in it is replaced. A mode of torch sees each operation with its inputs
+and outputs, hooks see which module is at work, and the frame of an add says where in the source it stands. So
+the result is the model's own, bit for bit.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+ADDS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
+"""Operations that add one tensor to another."""
+
+_TORCH = torch.__name__ + "."
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where in the source an operation was called: the code, the position in it and whose method it is."""
+
+    code: CodeType
+    position: tuple[int | None, ...]
+    owner: nn.Module | None
+
+
+@dataclass
+class Value:
+    """A tensor at one time: an operation in place makes a new value of the same tensor."""
+
+    shape: tuple[int, ...]
+    floating: bool
+    maker: int | None  # the operation that made it; None for parameters, buffers and inputs
+    learned: bool = False  # a parameter or a buffer
+
+
+@dataclass
+class Op:
+    """One operation."""
+
+    index: int
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    call: "Call | None"
+    spot: Spot | None = None
+    details: Any = None  # the arguments, of the few operations that are read more closely
+
+
+@dataclass
+class Call:
+    """One call of a module."""
+
+    module: nn.Module
+    parent: "Call | None"
+    begin: int
+    arguments: tuple[tuple[int | str, int], ...]  # (position or name, value)
+    order: dict[str, int] = field(default_factory=dict)  # of the named ones, behind those with a position
+    end: int = -1
+    outputs: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()  # as the module returned them, the main one first
+
+    def holds(self, index: int) -> bool:
+        return self.begin <= index < self.end
+
+    def within(self, other: "Call | None") -> bool:
+        call: Call | None = self
+        while call is not None and call is not other:
+            call = call.parent
+        return call is other
+
+
+@dataclass
+class Trace:
+    """All operations and calls of one forward pass, in their order."""
+
+    values: list[Value] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    output: Any = None
+
+
+def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
+    """Run the model by ``run(model)`` and record what happens. Hooks of its own run as they always do."""
+    recorder = _Recorder(model)
+    handles: list[Any] = []
+    try:
+        for module in model.modules():
+            handles.append(module.register_forward_pre_hook(recorder.enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(recorder.leave, with_kwargs=True))
+        with torch.no_grad(), _without_fast_path(), recorder:
+            recorder.trace.output = run(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return recorder.trace
+
+
+@contextlib.contextmanager
+def _without_fast_path() -> Iterator[None]:
+    was = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was)
+
+
+# What is read more closely than by its tensors.
+_READ = frozenset(
+    {
+        "permute",
+        "transpose",
+        "swapaxes",
+        "swapdims",
+        "scaled_dot_product_attention",
+        "softmax",
+        "getitem",
+        "__getitem__",
+    }
+)
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self._known: dict[int, int] = {}  # id of a tensor -> its value now
+        self._kept: list[Tensor] = []  # so that no id is used twice
+        self._stack: list[Call] = []
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._new(tensor, None, learned=True)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _name(func)
+        inputs = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        if not inputs:
+            return func(*args, **kwargs)
+        before = tuple(self._value(x) for x in inputs)
+        result = func(*args, **kwargs)
+        outputs = [x for x in tree_iter(result) if isinstance(x, Tensor)]
+        if name == "__setitem__":
+            outputs = [args[0]]
+        if not outputs:
+            return result
+        op = Op(len(self.trace.ops), name, before, (), self._stack[-1] if self._stack else None)
+        self.trace.ops.append(op)
+        op.outputs = tuple(self._output(x, inputs, op) for x in outputs)
+        if name in ADDS or name == "sum":
+            op.spot = _spot()
+        if name in _READ:
+            op.details = (args, kwargs)
+        return result
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = [(i, x) for i, x in enumerate(args)] + list(kwargs.items())
+        tensors = tuple(
+            (place, self._value(x))
+            for place, given in arguments
+            for x in tree_iter(given)
+            if isinstance(x, Tensor)
+        )
+        order = {name: len(args) + i for i, name in enumerate(kwargs)}
+        call = Call(module, self._stack[-1] if self._stack else None, len(self.trace.ops), tensors, order)
+        self.trace.calls.append(call)
+        self._stack.append(call)
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = self._stack.pop()
+        call.results = tuple(self._value(x) for x in tree_iter(output) if isinstance(x, Tensor))
+        call.end = len(self.trace.ops)
+
+    def _value(self, tensor: Tensor) -> int:
+        """The value of a tensor, which may come from an operation that no mode sees."""
+        known = self._known.get(id(tensor))
+        if known is not None:
+            return known
+        call = self._stack[-1] if self._stack else None
+        if call is None or not tensor.is_floating_point() or not self.trace.ops:
+            return self._new(tensor, None)
+        inputs = tuple(value for _, value in call.arguments)
+        op = Op(len(self.trace.ops), "unseen", inputs, (), call)
+        self.trace.ops.append(op)
+        op.outputs = (self._new(tensor, op.index),)
+        return op.outputs[0]
+
+    def _output(self, tensor: Tensor, inputs: list[Tensor], op: Op) -> int:
+        base = tensor._base
+        in_place = op.name.endswith("_") and not op.name.endswith("__")
+        changed = in_place or op.name in ("__iadd__", "__imul__", "__setitem__")
+        if changed and base is not None and id(base) in self._known:
+            self._new(base, op.index)  # what the tensor is a part of has changed too
+        return self._new(tensor, op.index)
+
+    def _new(self, tensor: Tensor, maker: int | None, *, learned: bool = False) -> int:
+        if id(tensor) not in self._known:
+            self._kept.append(tensor)
+        self.trace.values.append(Value(tuple(tensor.shape), tensor.is_floating_point(), maker, learned))
+        self._known[id(tensor)] = len(self.trace.values) - 1
+        return self._known[id(tensor)]
+
+
+def _name(func: Any) -> str:
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":  # an attribute such as x.mT
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
+
+
+def _spot() -> Spot | None:
+    """The nearest frame that is not torch's own."""
+    frame = sys._getframe(2)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith((_TORCH, __name__)):
+        if frame.f_globals.get("__name__") == "torch.nn.modules.transformer":
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return None
+    code = frame.f_code
+    positions = list(code.co_positions())
+    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return Spot(code, positions[frame.f_lasti // 2], owner if isinstance(owner, nn.Module) else None)
