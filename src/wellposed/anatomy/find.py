@@ -133,12 +133,19 @@ def _grouped(main: list[Residual], kinds: dict[int, Kind]) -> list[_Group]:
         left = [r for r in group.residuals if id(r) not in taken]
         home = next((b for b in blocks.values() if left and group.call.within(b.call)), None)
         if home is not None:  # a convolution with a skip of its own, inside a block
-            home.residuals.extend(left)
+            if not _is_shared(group.call.module, blocks.values()):
+                home.residuals.extend(left)
         elif left:
             blocks[id(group.call)] = _Group(group.call, left)
     for block in blocks.values():
         block.residuals.sort(key=lambda r: r.op.index)
     return list(blocks.values())
+
+
+def _is_shared(module: nn.Module, blocks: Iterable[_Group]) -> bool:
+    """Whether several blocks have a module among theirs: a join in it would be one of all of them."""
+    homes = {id(b.call.module): b.call.module for b in blocks}.values()
+    return sum(any(module is one for one in home.modules()) for home in homes) > 1
 
 
 def _around(group: _Group, main: list[Residual], kinds: dict[int, Kind]) -> Call | None:
@@ -173,6 +180,9 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
     except SeamError as error:
         group.refused = str(error)
         return group
+    if unseen := _unseen_attention(flow, group, roles):
+        group.refused = unseen
+        return group
     place, stream = _stream(flow, group)
     layout, pieces = _layout(flow.shape(stream), last, batch)
     if pieces:
@@ -181,12 +191,14 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
     reader = _Taps(flow, group, roles, layout, last, batch)
     taps = reader.taps()
     group.ends = reader.attention_ends
+    family = _family(group.call.module)
     if reader.updates_one_token():
         taps, group.ends = no_taps(ONE_TOKEN), []
+        family += ", class attention"
     elif place != 0:
         taps = (("block.start", f"its tokens are argument {place} of its forward, not the first"), *taps[1:])
     group.row = BlockRow(
-        family=_family(group.call.module),
+        family=family,
         adds=adds,
         taps=taps,
         layout=layout,
@@ -195,6 +207,19 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
         no_token_attention=reader.no_token_attention(),
     )
     return group
+
+
+def _unseen_attention(flow: Flow, group: _Group, roles: list[Role]) -> str:
+    """A sentence about attention that runs in a block outside all branches: its skip would be missed."""
+    inside = {op.index for residual in group.residuals for op in residual.path}
+    names = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+    if not {"attention", "parallel"} & set(roles):
+        names.add("softmax")
+    for op in flow.trace.ops[group.call.begin : group.call.end]:
+        if op.name in names and op.index not in inside:
+            where = type(op.call.module).__name__ if op.call else "the model"
+            return f"the attention of {where} in it runs outside all branches whose skip was found"
+    return ""
 
 
 def _common_ends(groups: list[_Group]) -> list[_Group]:
@@ -318,7 +343,7 @@ def _method_name(cls: type, code: object) -> str | None:
     return None
 
 
-def _layout(shape: tuple[int, ...], last: bool, batch: int) -> tuple[Layout, str]:
+def _layout(shape: tuple[int, ...], last: dict[int, bool], batch: int) -> tuple[Layout, str]:
     """The layout of a stream, and why its tokens are not those of whole images, if they are not."""
     if len(shape) == 3 and shape[0] != batch and shape[1] == batch:
         return "LNC", ""
@@ -331,9 +356,11 @@ def _layout(shape: tuple[int, ...], last: bool, batch: int) -> tuple[Layout, str
     if len(shape) == 3:
         return (
             "NLC",
-            "" if last else "its channels lie before its tokens (B, C, N), a layout that is not known",
+            ""
+            if last.get(3, True)
+            else "its channels lie before its tokens (B, C, N), a layout that is not known",
         )
-    return ("NHWC" if last else "NCHW"), ""
+    return ("NHWC" if last.get(len(shape), last.get(3, True)) else "NCHW"), ""
 
 
 def _tokens(shape: tuple[int, ...], layout: Layout) -> int:
@@ -401,7 +428,13 @@ class _Taps:
     """Where operations go in, read off the calls inside the branches of one block."""
 
     def __init__(
-        self, flow: Flow, group: _Group, roles: list[Role], layout: Layout, last: bool, batch: int
+        self,
+        flow: Flow,
+        group: _Group,
+        roles: list[Role],
+        layout: Layout,
+        last: dict[int, bool],
+        batch: int,
     ) -> None:
         self.flow, self.group, self.roles = flow, group, roles
         self.layout, self.last, self.batch = layout, last, batch
@@ -409,7 +442,8 @@ class _Taps:
         self.paths = {id(module): path for path, module in self.block.named_modules()}
         self.calls = [c for c in flow.trace.calls if c is not group.call and c.within(group.call)]
         self.axes = flow.channel_axes(group.residuals, last)
-        self.tokens = _tokens(flow.shape(group.residuals[0].skip), layout)
+        skip = flow.shape(group.residuals[0].skip)
+        self.tokens = _tokens(skip, _layout(skip, last, batch)[0])
         ran = [id(call.module) for call in self.calls]
         self.twice = {one for one in ran if ran.count(one) > 1}
         self.attention_ends: list[Tap] = []

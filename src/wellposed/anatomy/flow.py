@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from wellposed.anatomy.trace import ADDS, Op, Trace
+from wellposed.anatomy.trace import ADDS, HIDDEN_ADDS, Op, Trace
 
 Kind = Literal["attention", "pointwise", "mixed", "spatial", "parallel", "long"]
 """What a branch does: attends; acts on each token alone; does that with a token mixing in between (a
 convolution inside an FFN); mixes tokens without attention; attends and, beside that, acts on each token;
-holds whole blocks."""
+holds the join of an attention."""
 
 VIEWS = frozenset(
     [
@@ -96,7 +96,7 @@ class Flow:
         self.residuals: list[Residual] = []
         self._of_out: dict[int, Residual] = {}  # by the root of their sum
         for op in trace.ops:
-            if op.name in ADDS and len(op.inputs) == 2 and (residual := self._residual(op)) is not None:
+            if op.name in ADDS | HIDDEN_ADDS and (residual := self._residual(op)) is not None:
                 self.residuals.append(residual)
                 self._of_out[self.root[residual.out]] = residual
 
@@ -113,8 +113,14 @@ class Flow:
         return roots
 
     def _residual(self, op: Op) -> Residual | None:
-        left, right = op.inputs
         values = self.trace.values
+        if op.name in HIDDEN_ADDS:  # a scale may stand among the operands
+            operands = [v for v in op.inputs if not self._is_learned(v)]
+        else:
+            operands = list(op.inputs)
+        if len(operands) != 2:
+            return None
+        left, right = operands
         if values[left].shape != values[right].shape or not values[left].floating:
             return None
         if values[left].learned or values[right].learned or len(values[left].shape) < 3:
@@ -218,13 +224,10 @@ class Flow:
             or self.is_product_of_tokens(op, inside)
         )
 
-    def kind(self, residual: Residual, last: bool) -> Kind:
-        """What a branch does, once it is known whether the channels of the stream are on its last axis."""
+    def kind(self, residual: Residual, last: dict[int, bool]) -> Kind:
+        """What a branch does, once it is known on which axis the channels are."""
         numbers = {op.index for op in residual.path}
-        within = [other for other in self.residuals if other.op.index in numbers]
-        if any(self.attends(other.path, other.inside) for other in within) and any(
-            not self.attends(other.path, other.inside) for other in within
-        ):
+        if any(self.attends(r.path, r.inside) for r in self.residuals if r.op.index in numbers):
             return "long"
         if self.attends(residual.path, residual.inside):
             return "parallel" if self._has_two_arms(residual) else "attention"
@@ -260,14 +263,19 @@ class Flow:
             return "channels" if along and self.kernel_is_one(op) else "tokens"
         return ""
 
-    def channels_last(self, residuals: Iterable[Residual]) -> bool:
-        """Whether the channels of the stream lie on its last axis, by what acts on it; else on axis 1."""
-        score = 0
+    def channels_last(self, residuals: Iterable[Residual]) -> dict[int, bool]:
+        """Whether the channels lie on the last axis of the skips, by what acts on them; else on axis 1.
+
+        By the number of axes: one stream may be a grid here and a row of tokens there.
+        """
+        scores: dict[int, int] = {}
         for residual in residuals:
+            axes = len(self.shape(residual.skip))
             for last, sign in ((True, 1), (False, -1)):
-                axes = self.channel_axes([residual], last)
-                score += sign * sum(self._agrees(op, axes) for op in residual.path)
-        return score >= 0
+                followed = self.channel_axes([residual], {axes: last})
+                agreement = sum(self._agrees(op, followed) for op in residual.path)
+                scores[axes] = scores.get(axes, 0) + sign * agreement
+        return {axes: score >= 0 for axes, score in scores.items()}
 
     def _agrees(self, op: Op, axes: dict[int, int]) -> int:
         value = next((value for value in op.inputs if value in axes), None)
@@ -280,22 +288,38 @@ class Flow:
             return 1 if axis == 1 else -1
         return 0
 
-    def channel_axes(self, residuals: Iterable[Residual], last: bool) -> dict[int, int]:
-        """On which axis the channels lie, for the values along the branches, as far as it can be followed."""
+    def channel_axes(self, residuals: Iterable[Residual], last: dict[int, bool]) -> dict[int, int]:
+        """On which axis the channels lie, for the values along the branches, as far as it can be followed.
+
+        Args:
+            last: of the skips, see :meth:`channels_last`.
+        """
         axes: dict[int, int] = {}
         for residual in residuals:
-            for end in (residual.start, residual.skip, residual.out):
-                axes.setdefault(end, len(self.shape(end)) - 1 if last else 1)
-            for op in residual.path:
-                value = next((v for v in op.inputs if v in axes or self.root[v] == residual.start), None)
-                if value is None:
-                    continue
-                axes.setdefault(value, len(self.shape(value)) - 1 if last else 1)
-                for out in op.outputs:
-                    axis = self._moved(op, axes[value], self.shape(value), self.shape(out))
-                    if axis is not None:
-                        axes.setdefault(out, axis)
+            for end in (residual.skip, residual.branch, residual.out):
+                axes.setdefault(end, self._axis(end, last))
+            self._follow(residual, axes, last)
         return axes
+
+    def _axis(self, value: int, last: dict[int, bool]) -> int:
+        size = len(self.shape(value))
+        return size - 1 if last.get(size, True) else 1
+
+    def _follow(self, residual: Residual, axes: dict[int, int], last: dict[int, bool]) -> None:
+        # Where the skip is the start in another shape, the way begins at the skip's own.
+        start = residual.start if len(self.shape(residual.start)) in last else residual.skip
+        axes.setdefault(start, self._axis(start, last))
+        if start != residual.start:
+            axes.setdefault(residual.start, self._axis(residual.start, last))
+        for op in residual.path:
+            value = next((v for v in op.inputs if v in axes or self.root[v] == residual.start), None)
+            if value is None:
+                continue
+            axes.setdefault(value, self._axis(value, last))
+            for out in op.outputs:
+                axis = self._moved(op, axes[value], self.shape(value), self.shape(out))
+                if axis is not None:
+                    axes.setdefault(out, axis)
 
     def _moved(self, op: Op, axis: int, before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
         """The axis of the channels after an operation, None where it cannot be told."""

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from wellposed.anatomy.example import given_example, made_examples
-from wellposed.anatomy.proof import is_quiet, prove, proven_row
+from wellposed.anatomy.proof import is_quiet, prove, proven_row, version_of
 from wellposed.anatomy.rows import BlockRow, EmbeddingRow, Layout, Position, Side, Tap
 from wellposed.anatomy.table import block_row, embedding_row, unknown_model
 from wellposed.errors import SeamError, WrappedModelError
@@ -112,6 +112,21 @@ def blocks(model: nn.Module, example: Any = None) -> list[Block]:
     return [Block(index, *found) for index, found in enumerate(rows)]
 
 
+def refusal(found: list[Block]) -> SeamError:
+    """The error for blocks that were seen and can be neither edited nor measured."""
+    reasons = {type(block.module): block.row.refused for block in found}
+    said = "; ".join(f"{cls.__name__}{version_of(cls)}: {reason}" for cls, reason in reasons.items())
+    return SeamError(
+        f"{found[0].name}{f' and {len(found) - 1} more' if len(found) > 1 else ''} cannot be edited. {said}. "
+        "Describe the class with wellposed.anatomy.teach, or install a version that is tested."
+    )
+
+
+def is_settled(model: nn.Module) -> bool:
+    """Whether the blocks of a model are known without running it."""
+    return _known(model)[1]
+
+
 _Rows = list[tuple[str, nn.Module, BlockRow]]
 
 
@@ -200,9 +215,9 @@ def no_attention(block: Block) -> str:
     return tap if isinstance(tap, str) else "its row names no skip around attention"
 
 
-def embeddings(model: nn.Module) -> list[Embedding]:
+def embeddings(model: nn.Module, example: Any = None) -> list[Embedding]:
     """The patch embeddings of a model. Raises where there is none that the table knows."""
-    blocks(model)  # an unknown model gets the error about models
+    blocks(model, example)  # an unknown model gets the error about models
     found = [
         Embedding(name, module, row)
         for name, module in model.named_modules()

@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from wellposed.anatomy.example import Example, eagerly, preserved
 from wellposed.anatomy.find import Found, find_blocks
 from wellposed.anatomy.flow import Flow
-from wellposed.anatomy.marked import set_class, unmarked_class
+from wellposed.anatomy.marked import set_class
+from wellposed.anatomy.packed_query import PackedQueryAttention
 from wellposed.anatomy.rows import Add, BlockRow, Site, Tap
 from wellposed.anatomy.seam import block_joins, close_seam, is_seamed, join_name, joins, open_seam
 from wellposed.anatomy.source import wrapped_functions
@@ -200,9 +202,16 @@ def as_built(model: nn.Module) -> Iterator[None]:
 
 
 def own_class(module: nn.Module) -> Any:
-    """The class of a module without marks and seams."""
-    cls = unmarked_class(module)
-    return getattr(cls, "_seam_of", cls)
+    """The class that a module was made of: without marks and seams, and without what shards it."""
+    for cls in type(module).__mro__:
+        if not issubclass(cls, FSDPModule | PackedQueryAttention) and not _is_parametrized(module, cls):
+            cls = vars(cls).get("_unmarked", cls)
+            return getattr(cls, "_seam_of", cls)
+    return type(module)
+
+
+def _is_parametrized(module: nn.Module, cls: type) -> bool:
+    return "parametrizations" in module._modules and cls.__name__.startswith("Parametrized")
 
 
 def version_of(cls: Any) -> str:

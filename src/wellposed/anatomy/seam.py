@@ -68,9 +68,10 @@ def joins(module: nn.Module) -> list[Join]:
 
 
 def block_joins(block: nn.Module, row: BlockRow) -> list[Join]:
-    """The joins of a block whose seam is open, those in its submodules too, in the order of its row."""
+    """The joins of a block, those in its submodules too, in the order of its row; none of a closed one."""
     paths = {add.name: add.site.path if add.site else "" for add in row.adds}
-    return [getattr(block.get_submodule(path), join_name(name)) for name, path in paths.items()]
+    found = [getattr(block.get_submodule(path), join_name(name), None) for name, path in paths.items()]
+    return [join for join in found if isinstance(join, Join)]
 
 
 def open_seam(block: nn.Module, row: BlockRow) -> None:

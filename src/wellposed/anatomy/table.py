@@ -78,7 +78,7 @@ def unknown_model(model: nn.Module, trouble: str = "") -> UnknownModelError:
         + "A model of one's own is run once to find its blocks: give an input as example=, such as\n"
         "    wp.remove_skips(model, example=torch.randn(1, 3, 224, 224))\n"
         f"Known without a run: {'; '.join(families())}.\n"
-        "Where a run does not show the blocks, teach it the class, with the adds of its forward in order:\n"
+        "Teach it a class whose blocks a run does not show, with the adds of its forward in order:\n"
         "    from wellposed.anatomy import Add, BlockRow, after, taps, teach, verify\n"
         "    teach(MyBlock, BlockRow('mine', adds=(Add('attention', skip='x'), Add('ffn', skip='x')),\n"
         "                            taps=taps(attention=after('attn'), mlp='mlp', last_linear='mlp.fc2')))\n"

@@ -20,6 +20,9 @@ from torch.utils._pytree import tree_iter
 ADDS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
 """Operations that add one tensor to another."""
 
+HIDDEN_ADDS = frozenset({"addcmul", "addcmul_", "lerp", "lerp_", "sub", "sub_"})
+"""Operations that add among other things, so that no join can stand for them."""
+
 _TORCH = torch.__name__ + "."
 
 
@@ -155,7 +158,7 @@ class _Recorder(TorchFunctionMode):
         op = Op(len(self.trace.ops), name, before, (), self._stack[-1] if self._stack else None)
         self.trace.ops.append(op)
         op.outputs = tuple(self._output(x, inputs, op) for x in outputs)
-        if name in ADDS or name == "sum":
+        if name in ADDS or name in HIDDEN_ADDS:
             op.spot = _spot()
         if name in _READ:
             op.details = (args, kwargs)

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from wellposed.anatomy.model import Block, BlockSelection, blocks, select
+from wellposed.anatomy.model import Block, BlockSelection, is_settled, refusal, select
+from wellposed.anatomy.model import blocks as all_blocks
 from wellposed.probes.attention_maps import no_attention
 from wellposed.probes.bounds import bounds as measure_bounds
 from wellposed.probes.conditioning import ConditioningProbe
@@ -70,13 +71,15 @@ def diagnose(
     started = time.perf_counter()
     chosen = _check_what(what)
     inner = plain(model)
+    batches = image_batches(images, inner, batch_size=batch_size, limit=max_images, transform=transform)
+    if not is_settled(inner):
+        all_blocks(inner, example=next(iter(batches)))
     found = _blocks(inner, blocks)
     notes: list[str] = []
     asks_for_density = what not in (None, "all")
     if "density" in chosen and not asks_for_density and all(map(no_attention, found)):
         notes.append(f"density not measured: {no_attention(found[0])}")
         chosen = tuple(name for name in chosen if name != "density")
-    batches = image_batches(images, inner, batch_size=batch_size, limit=max_images, transform=transform)
     records: list[Record] = []
     with _Bar(progress) as bar:
         if {"conditioning", "density"} & set(chosen):
@@ -122,7 +125,12 @@ def _check_what(what: What | Literal["all"] | Sequence[What] | None) -> tuple[Wh
 
 
 def _blocks(model: nn.Module, selection: BlockSelection) -> list[Block]:
-    return select(blocks(model), selection)
+    """The blocks to measure; those that can be neither edited nor measured only if there are no others."""
+    chosen = select(all_blocks(model), selection)
+    usable = [block for block in chosen if not block.row.refused]
+    if not usable:
+        raise refusal(chosen)
+    return usable
 
 
 def _about(model: nn.Module, inner: nn.Module, records: Iterable[Record], notes: list[str]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Context Broadcasting in a model's blocks, in place."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
@@ -23,11 +23,12 @@ def broadcast_context(
     scaled: bool = False,
     init: Init = "cb",
     blocks: BlockSelection = None,
+    example: Any = None,
 ) -> Edits:
     """Put Context Broadcasting into a model's blocks, in place.
 
     Args:
-        model: any model of a known family, not yet compiled, sharded or replicated.
+        model: any transformer, not yet compiled, sharded or replicated.
         where: ``"mlp.end"`` as in the paper; ``"mlp.middle"``, before the MLP's last linear layer;
             ``"mlp.start"``; ``"attention.end"``, after the output projection. In post-norm blocks
             the ends lie before the norm. The mean is over all tokens of the image, prefix tokens
@@ -35,6 +36,8 @@ def broadcast_context(
         scaled: CB_S, one learned scale a channel. Make the optimizer after this edit.
         init: where the scale starts: ``"cb"``, or ``"identity"`` for a model already trained.
         blocks: an index, a slice, several indices, or None for every block that has the position.
+        example: an input to run a model of one's own on, once, to find its blocks; see
+            :func:`wellposed.anatomy.blocks`. Not needed for timm, transformers and torchvision.
 
     Returns:
         What was touched.
@@ -52,7 +55,7 @@ def broadcast_context(
     if init != "cb" and not scaled:
         raise ValueError(f"init={init!r} is for CB_S, got scaled=False; add scaled=True.")
 
-    chosen = choose(model, blocks, lambda block: block.place(where), f"{where} broadcasting")
+    chosen = choose(model, blocks, lambda block: block.place(where), f"{where} broadcasting", example)
     return insert_all(
         model,
         [

@@ -5,11 +5,11 @@ class-attention blocks have no tokens to broadcast, say); if none can, the reaso
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
-from wellposed.anatomy.model import Block, BlockSelection, blocks, select
+from wellposed.anatomy.model import Block, BlockSelection, blocks, refusal, select
 
 _Target = TypeVar("_Target")
 
@@ -19,12 +19,15 @@ def choose(
     selection: BlockSelection,
     target: Callable[[Block], _Target | str],
     edit: str,
+    example: Any = None,
 ) -> list[tuple[Block, _Target]]:
     """The selected blocks with ``target(block)``, which returns a sentence where there is none."""
-    found = [(block, target(block)) for block in select(blocks(model), selection)]
+    found = [(block, target(block)) for block in select(blocks(model, example), selection)]
     chosen = [(block, t) for block, t in found if not isinstance(t, str)]
     refused = [(block, t) for block, t in found if isinstance(t, str)]
     if refused and (selection is not None or not chosen):
+        if all(block.row.refused for block, _ in refused):
+            raise refusal([block for block, _ in refused])
         reasons = dict.fromkeys(f"{type(block.module).__name__}: {reason}" for block, reason in refused)
         names = ", ".join(block.name for block, _ in refused[:3])
         more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""

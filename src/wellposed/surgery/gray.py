@@ -30,11 +30,12 @@ def gray_tokens(
     floor: float | None = None,
     tolerance: float = DEFAULT_TOLERANCE,
     precision: Precision = "auto",
+    example: Any = None,
 ) -> Edits:
     """Put Token Graying into a model, in place.
 
     Args:
-        model: any model of a known family, not yet compiled, sharded or replicated.
+        model: any transformer, not yet compiled, sharded or replicated.
         eps: in (0, 1]; None is the paper's choice for the method (0.7, DCT 0.95; "condition" has none).
         method: see :func:`wellposed.nn.functional.gray`.
         where: ``"embedding"``, the patch embedding's output, before position embedding and prefix
@@ -43,6 +44,8 @@ def gray_tokens(
         blocks: with ``where="blocks"`` only: an index, a slice, several indices, or None for all.
         target_kappa: instead of eps, the condition number that the tokens of every image get.
         rescale, floor, tolerance, precision: see :func:`wellposed.nn.functional.gray`.
+        example: an input to run a model of one's own on, once, to find its blocks; see
+            :func:`wellposed.anatomy.blocks`. Not needed for timm, transformers and torchvision.
 
     Returns:
         What was touched.
@@ -72,14 +75,14 @@ def gray_tokens(
         return Inserted(op, KIND, where, place.layout)
 
     if where == "blocks":
-        chosen = choose(model, blocks, lambda block: block.place("block.start"), "graying its input")
+        chosen = choose(model, blocks, lambda block: block.place("block.start"), "graying its input", example)
         insertions = [(place, inserted(place)) for _, place in chosen]
     elif where == "embedding":
-        tokens = [embedding.tokens() for embedding in embeddings(model)]
+        tokens = [embedding.tokens() for embedding in embeddings(model, example)]
         insertions = [(place, inserted(place)) for place in tokens]
     else:
         insertions = []
-        for name, convolution in _patch_convolutions(model):
+        for name, convolution in _patch_convolutions(model, example):
             height, width = convolution.kernel_size
             pixels = PixelGraying((height, width), eps, method, **settings)
             place = Place(name, convolution, "before", "NCHW")
@@ -87,9 +90,9 @@ def gray_tokens(
     return insert_all(model, insertions)
 
 
-def _patch_convolutions(model: nn.Module) -> list[tuple[str, nn.Conv2d]]:
+def _patch_convolutions(model: nn.Module, example: Any) -> list[tuple[str, nn.Conv2d]]:
     found = []
-    for embedding in embeddings(model):
+    for embedding in embeddings(model, example):
         convolution = embedding.patch_convolution()
         if isinstance(convolution, str):
             owner = embedding.name or type(model).__name__

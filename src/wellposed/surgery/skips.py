@@ -1,17 +1,17 @@
 """Removing skip connections, in place."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
 from wellposed.anatomy.model import Block, BlockSelection, refuse_wrapped
 from wellposed.anatomy.rows import Role
-from wellposed.anatomy.seam import Join, block_joins, close_seam, is_open, open_seam
+from wellposed.anatomy.seam import block_joins, close_seam, is_open, open_seam
 from wellposed.surgery.choose import choose
 from wellposed.surgery.record import Edits
 from wellposed.surgery.undo import edits
 
-Which = Literal["attention", "ffn", "both", "mixer", "local", "all"]
+Which = Literal["attention", "ffn", "both", "mixer", "local", "parallel", "all"]
 
 
 def remove_skips(
@@ -19,6 +19,7 @@ def remove_skips(
     which: Which = "attention",
     *,
     blocks: BlockSelection = None,
+    example: Any = None,
 ) -> Edits:
     """Remove skip connections from a model's blocks, in place.
 
@@ -26,11 +27,14 @@ def remove_skips(
     stochastic depth (timm's ``drop_path_rate``): where it drops f(x), nothing of the image is left.
 
     Args:
-        model: any model of a known family, not yet compiled, sharded or replicated.
+        model: any transformer, not yet compiled, sharded or replicated.
         which: ``"attention"``; ``"ffn"``; ``"both"`` of these; ``"mixer"``, the skip around token
-            mixing without attention (MLP-Mixer, ResMLP, ConvMixer); ``"local"``, XCiT's third skip;
-            ``"all"``, every skip of the block.
+            mixing without attention (MLP-Mixer, ResMLP, ConvMixer); ``"local"``, that around a convolution
+            in a model with attention (XCiT's third); ``"parallel"``, one skip around attention and FFN side
+            by side; ``"all"``, every skip of the block.
         blocks: an index, a slice, several indices, or None for every block that has such a skip.
+        example: an input to run a model of one's own on, once, to find its blocks; see
+            :func:`wellposed.anatomy.blocks`. Not needed for timm, transformers and torchvision.
 
     Returns:
         What was touched.
@@ -45,9 +49,9 @@ def remove_skips(
     refuse_wrapped(model)
     if which not in get_args(Which):
         raise ValueError(f"which must be one of {', '.join(get_args(Which))}, got {which!r}.")
-    chosen = choose(model, blocks, lambda block: _roles(block, which), f"removing the {which} skip")
+    chosen = choose(model, blocks, lambda block: _roles(block, which), f"removing the {which} skip", example)
     for block, roles in chosen:
-        for join in _open_joins(block):
+        for join in block_joins(block.module, block.row):
             if join.role in roles and not join.keep:
                 raise ValueError(
                     f"{block.name} has no {join.role} skip any more; the same edit twice is a mistake, "
@@ -57,14 +61,10 @@ def remove_skips(
     # Every seam is opened before any skip goes, so that a refused block leaves the model as it was.
     _open_all([block for block, _ in chosen])
     for block, roles in chosen:
-        for join in _open_joins(block):
+        for join in block_joins(block.module, block.row):
             if join.role in roles:
                 join.keep = False
     return Edits(edit for edit in edits(model) if edit not in before)
-
-
-def _open_joins(block: Block) -> list[Join]:
-    return block_joins(block.module, block.row) if is_open(block.module, block.row) else []
 
 
 def _roles(block: Block, which: Which) -> tuple[Role, ...] | str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,11 @@ class ZeroQuery(nn.Module):
 
 
 def uniform_heads(
-    model: nn.Module, heads: int | Iterable[int] = 1, *, blocks: BlockSelection = None
+    model: nn.Module,
+    heads: int | Iterable[int] = 1,
+    *,
+    blocks: BlockSelection = None,
+    example: Any = None,
 ) -> Edits:
     """Make heads of self-attention uniform, in place: each token gets the mean of the values of all tokens.
 
@@ -67,10 +72,12 @@ def uniform_heads(
     keys are of fewer tokens (PVT) the mean is over these, and a mask given to the model still holds.
 
     Args:
-        model: any model of a known family, not yet compiled, sharded or replicated, whose attention has
+        model: any transformer, not yet compiled, sharded or replicated, whose attention has
             nothing on the logits but q k^T: no relative position bias (Swin, BEiT), no talking heads (CaiT).
         heads: how many, the first ones; or which, by their indices.
         blocks: an index, a slice, several indices, or None for every block that can have them.
+        example: an input to run a model of one's own on, once, to find its blocks; see
+            :func:`wellposed.anatomy.blocks`. Not needed for timm, transformers and torchvision.
 
     Returns:
         What was touched.
@@ -84,7 +91,7 @@ def uniform_heads(
     """
     refuse_wrapped(model)
     wanted = plain_numbers(heads)
-    chosen = choose(model, blocks, _query, "a uniform head")
+    chosen = choose(model, blocks, _query, "a uniform head", example)
     return insert_all(
         model,
         [
