@@ -1,6 +1,7 @@
 """An input to run a model on: given by the caller, or made from what the model says of itself."""
 
 import contextlib
+import inspect
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -105,7 +106,8 @@ def _of_timm(module: nn.Module) -> Example | None:
     if (declared := next((size for size in sizes if size is not None), None)) is not None:
         size = [declared, declared] if isinstance(declared, int) else list(declared)
     first = next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)
-    channels = first.in_channels if first is not None else channels
+    if first is not None and first.in_channels <= 16:  # more are not an image's
+        channels = first.in_channels
     return Example((torch.zeros(1, channels, *size),))
 
 
@@ -129,6 +131,8 @@ def _of_transformers(module: nn.Module) -> Example | None:
     if config is None or not isinstance(name, str) or not hasattr(module, "save_pretrained"):
         return None
     vision = getattr(config, "vision_config", None)
+    if "spatial_shapes" in inspect.signature(type(module).forward).parameters:
+        return _patches(config)
     if name == "pixel_values" or (name == "input_ids" and vision is not None):
         pixels = _pixels(module, vision if vision is not None and name == "input_ids" else config)
         if vision is None or name == "pixel_values":
@@ -138,8 +142,9 @@ def _of_transformers(module: nn.Module) -> Example | None:
         )
     if name == "pixel_values_videos":
         return Example(kwargs={name: _pixels(module, config)})
+    decoder = {"decoder_input_ids": _ids(config)} if getattr(config, "is_encoder_decoder", False) else {}
     if name == "input_ids":
-        return Example(kwargs={"input_ids": _ids(config)})
+        return Example(kwargs={"input_ids": _ids(config), **decoder})
     if name == "input_values" and hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
         return Example(kwargs={"input_values": torch.zeros(1, config.max_length, config.num_mel_bins)})
     if name == "input_values":
@@ -147,8 +152,21 @@ def _of_transformers(module: nn.Module) -> Example | None:
     if name == "input_features":
         frames = 2 * getattr(config, "max_source_positions", 100)
         bins = getattr(config, "num_mel_bins", 80)
-        return Example(kwargs={"input_features": torch.zeros(1, bins, frames)})
+        return Example(kwargs={"input_features": torch.zeros(1, bins, frames), **decoder})
     return None
+
+
+def _patches(config: Any) -> Example:
+    """Images cut into patches, with a mask and the sizes of their grids, as SigLIP 2 takes them."""
+    config = getattr(config, "vision_config", config)
+    side = max(int(config.num_patches**0.5), 1)
+    return Example(
+        kwargs={
+            "pixel_values": torch.zeros(1, side * side, config.num_channels * config.patch_size**2),
+            "pixel_attention_mask": torch.ones(1, side * side, dtype=torch.int64),
+            "spatial_shapes": torch.tensor([[side, side]]),
+        }
+    )
 
 
 def _ids(config: Any) -> Tensor:

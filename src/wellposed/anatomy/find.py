@@ -66,21 +66,27 @@ def find_blocks(model: nn.Module, flow: Flow, batch: int = 1) -> list[Found]:
     main = _main_joins(flow, kinds)
     attends = any(kinds[id(r)] in ("attention", "parallel") for r in main)
     by_module: dict[int, list[BlockRow]] = {}
-    for group in _common_ends([_read(flow, one, attends, batch) for one in _grouped(main, kinds)]):
-        row = group.row or _refused(group.call.module, group.refused)
+    groups = [group for group in _grouped(main, kinds) if not attends or _is_more_than_local(group, kinds)]
+    for group in _common_ends([_read(flow, one, attends, batch) for one in groups]):
+        row = group.row or refused_row(group.call.module, group.refused)
         by_module.setdefault(id(group.call.module), []).append(row)
     found = []
     for name, module in model.named_modules():
         rows = by_module.get(id(module), [])
         if not rows:
             continue
-        row = rows[0] if all(one == rows[0] for one in rows) else _refused(module, _DIFFERENT)
+        row = rows[0] if all(one == rows[0] for one in rows) else refused_row(module, _DIFFERENT)
         if set(row.roles) != {"local"}:
             found.append(Found(name, module, row))
     return found
 
 
-def _refused(block: nn.Module, reason: str) -> BlockRow:
+def _is_more_than_local(group: _Group, kinds: dict[int, Kind]) -> bool:
+    return any(kinds[id(residual)] != "spatial" for residual in group.residuals)
+
+
+def refused_row(block: nn.Module, reason: str) -> BlockRow:
+    """The row of a block that was seen and can be neither edited nor measured."""
     return BlockRow(_family(block), (), no_taps(reason), refused=reason, no_token_attention=reason)
 
 
@@ -92,8 +98,9 @@ def _family(block: nn.Module) -> str:
     return f"{library} {place}.{cls.__name__}" if place else f"{library} {cls.__name__}"
 
 
-_Sites = dict[tuple[str, str], tuple[Method, dict[int, bool], set[int]]]
-"""By path and method: the method, its joins (number, whether the skip is on the left), the adds that ran."""
+_Sites = dict[tuple[str, str], tuple[Method, dict[int, bool], set[int], nn.Module]]
+"""By path and method: the method; its joins, with whether the skip is on the left; the adds that ran; the
+module."""
 
 _DIFFERENT = "its calls differ: not every one of them adds its skips in the same places"
 
@@ -150,8 +157,8 @@ def _is_shared(module: nn.Module, blocks: Iterable[_Group]) -> bool:
 
 def _around(group: _Group, main: list[Residual], kinds: dict[int, Kind]) -> Call | None:
     """The nearest call that holds more joins than the group's, if they are those of one block."""
-    call = group.call.parent
-    while call is not None:
+    call: Call | None = group.call
+    while call is not None and not isinstance(call.module, nn.Sequential):
         within = [r for r in main if call.holds(r.op.index)]
         if len(within) > len(group.residuals):
             return call if _is_complete(within, kinds) and _each_once(within, kinds) else None
@@ -180,15 +187,20 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
     except SeamError as error:
         group.refused = str(error)
         return group
-    if unseen := _unseen_attention(flow, group, roles):
-        group.refused = unseen
+    if any(_is_nested(flow, residual, group) for residual in flow.residuals):
+        group.refused = "the skip around its attention lies inside the branch of another skip of its own"
         return group
     place, stream = _stream(flow, group)
     layout, pieces = _layout(flow.shape(stream), last, batch)
+    if layout == "LNC" and not _attends_along_the_first_axis(flow, group, flow.shape(stream)[0]):
+        pieces = _pieces(flow.shape(stream), batch)
     if pieces:
         group.refused = pieces
         return group
     reader = _Taps(flow, group, roles, layout, last, batch)
+    if unseen := _unseen_attention(flow, group, reader.tokens):
+        group.refused = unseen
+        return group
     taps = reader.taps()
     group.ends = reader.attention_ends
     family = _family(group.call.module)
@@ -209,14 +221,34 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
     return group
 
 
-def _unseen_attention(flow: Flow, group: _Group, roles: list[Role]) -> str:
+def _is_nested(flow: Flow, residual: Residual, group: _Group) -> bool:
+    """Whether a skip around attention stands in a block's own method, inside another one's branch."""
+    if residual in group.residuals or not group.call.holds(residual.op.index):
+        return False
+    outer = any(op.index == residual.op.index for r in group.residuals for op in r.path)
+    return outer and _owner_call(residual) is group.call and flow.attends(residual.path, residual.inside)
+
+
+def _attends_along_the_first_axis(flow: Flow, group: _Group, tokens: int) -> bool:
+    """Whether (N, B, D) are N tokens: pieces of one token each have the same shape."""
+    products = [op for r in group.residuals for op in flow.core(r) if op.name != "softmax"]
+    fused = any(op.name == "multi_head_attention_forward" for op in products)
+    return fused or not products or flow.shape(products[0].inputs[0])[-2] == tokens
+
+
+def _unseen_attention(flow: Flow, group: _Group, tokens: int) -> str:
     """A sentence about attention that runs in a block outside all branches: its skip would be missed."""
-    inside = {op.index for residual in group.residuals for op in residual.path}
-    names = {"scaled_dot_product_attention", "multi_head_attention_forward"}
-    if not {"attention", "parallel"} & set(roles):
-        names.add("softmax")
-    for op in flow.trace.ops[group.call.begin : group.call.end]:
-        if op.name in names and op.index not in inside:
+    call = group.call
+    inside = {op.index for residual in flow.residuals for op in residual.path}
+    products = flow.products(call.begin, call.end)
+    for op in flow.cores() if tokens > 1 else ():
+        if not call.holds(op.index) or op.index in inside:
+            continue
+        earlier = [flow.root[r.out] for r in group.residuals if r.op.index < op.index]
+        later = [r.start for r in group.residuals if r.op.index > op.index]
+        start = earlier[-1] if earlier else flow.root[_stream(flow, group)[1]]
+        end = later[0] if later else call.results[0]
+        if flow.can_bypass(start, end, products):
             where = type(op.call.module).__name__ if op.call else "the model"
             return f"the attention of {where} in it runs outside all branches whose skip was found"
     return ""
@@ -275,8 +307,8 @@ def _adds(flow: Flow, group: _Group, roles: list[Role]) -> tuple[Add, ...]:
         path = paths[id(owner)]
         if (path, method_name) not in sites:
             method = Method(unmarked_class(owner), method_name)
-            sites[path, method_name] = method, {}, _ran(flow, group.call, method)
-        method, joins, _ = sites[path, method_name]
+            sites[path, method_name] = method, {}, _ran(flow, group.call, method), owner
+        method, joins, *_ = sites[path, method_name]
         spot = residual.op.spot
         assert spot is not None
         number = method.add_at(spot.position)
@@ -299,9 +331,9 @@ def _twins(adds: list[Add], sites: _Sites) -> tuple[Add, ...]:
     """The adds of arms that were not taken, as joins of the same names."""
     at = {(add.site.path, add.site.method, add.site.number): add for add in adds if add.site}
     twins = []
-    for (path, name), (method, joins, ran) in sites.items():
+    for (path, name), (method, joins, ran, owner) in sites.items():
         source = method.adds()
-        for twin, number in method.twins(joins, ran).items():
+        for twin, number in method.twins(joins, ran, owner).items():
             original = at[path, name, number]
             skip = ast.dump(source[number].left if joins[number] else source[number].right)
             site = Site(path, name, twin, ast.dump(source[twin].left) == skip, method.digest)
@@ -348,11 +380,7 @@ def _layout(shape: tuple[int, ...], last: dict[int, bool], batch: int) -> tuple[
     if len(shape) == 3 and shape[0] != batch and shape[1] == batch:
         return "LNC", ""
     if shape[0] != batch:
-        return "NLC", (
-            f"it sees {shape[0] // max(batch, 1)} pieces of each image as if they were images (tokens "
-            f"{' x '.join(map(str, shape))} of a batch of {batch}): no operation there would reach all "
-            "tokens of one image"
-        )
+        return "NLC", _pieces(shape, batch)
     if len(shape) == 3:
         return (
             "NLC",
@@ -361,6 +389,14 @@ def _layout(shape: tuple[int, ...], last: dict[int, bool], batch: int) -> tuple[
             else "its channels lie before its tokens (B, C, N), a layout that is not known",
         )
     return ("NHWC" if last.get(len(shape), last.get(3, True)) else "NCHW"), ""
+
+
+def _pieces(shape: tuple[int, ...], batch: int) -> str:
+    return (
+        f"it sees {shape[0] // max(batch, 1)} pieces of each image as if they were images (tokens "
+        f"{' x '.join(map(str, shape))} of a batch of {batch}): no operation there would reach all "
+        "tokens of one image"
+    )
 
 
 def _tokens(shape: tuple[int, ...], layout: Layout) -> int:

@@ -17,7 +17,7 @@ from wellposed.anatomy.trace import ADDS, HIDDEN_ADDS, Op, Trace
 Kind = Literal["attention", "pointwise", "mixed", "spatial", "parallel", "long"]
 """What a branch does: attends; acts on each token alone; does that with a token mixing in between (a
 convolution inside an FFN); mixes tokens without attention; attends and, beside that, acts on each token;
-holds the join of an attention."""
+holds whole blocks."""
 
 VIEWS = frozenset(
     [
@@ -62,6 +62,7 @@ _PARTS = frozenset(
         "tensor_split",
     ]
 )
+_JOINED = frozenset({"cat", "concat", "concatenate"})
 _LINEAR = frozenset({"linear", "addmm"})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 _PRODUCTS = frozenset(["matmul", "__matmul__", "__rmatmul__", "bmm", "einsum", "baddbmm", "mm", "tensordot"])
@@ -69,6 +70,7 @@ _ATTENTIONS = frozenset({"scaled_dot_product_attention", "multi_head_attention_f
 _MIXERS = frozenset(
     ["avg_pool1d", "avg_pool2d", "max_pool2d", "fft_rfft2", "fft_fft2", "fft_fft", "fft_rfft", "fft_fftn"]
 )
+_REDUCTIONS = frozenset({"mean", "sum"})
 _LAST_NORMS = frozenset({"layer_norm", "rms_norm"})
 _CHANNEL_NORMS = frozenset({"batch_norm", "group_norm", "instance_norm"})
 
@@ -126,11 +128,49 @@ class Flow:
         if values[left].learned or values[right].learned or len(values[left].shape) < 3:
             return None
         for skip, branch, is_left in ((left, right, True), (right, left, False)):
+            if self._is_part_of_the_channels(skip):
+                continue
             for start in self._starts(skip):
                 path, inside = self._between(start, branch, op.index)
                 if path and any(self._is_work(one, inside) for one in path):
                     return Residual(op, skip, branch, op.outputs[0], is_left, start, path, inside)
+        return self._with_processed_skip(op, left, right)
+
+    def _is_part_of_the_channels(self, value: int) -> bool:
+        """Whether a value is some channels of another: heads and scales that feed each other, no stream."""
+        shape, whole = self.shape(value), self.shape(self.root[value])
+        maker = self.trace.values[value].maker
+        is_part = maker is not None and self.trace.ops[maker].name in _PARTS
+        return is_part and len(shape) == len(whole) and (len(shape) > 3 or shape[-1] != whole[-1])
+
+    def _with_processed_skip(self, op: Op, left: int, right: int) -> Residual | None:
+        """Attention whose skip is projected or pooled on its way, as where a stage changes its width."""
+        for _, value in op.call.arguments if op.call else ():
+            start = self.root[value]
+            arms = [self._between(start, one, op.index) for one in (left, right)]
+            if all(
+                path or self.root[one] == start for (path, _), one in zip(arms, (left, right), strict=True)
+            ):
+                attend = [self.attends(path, inside) for path, inside in arms]
+                work = [sum(self.is_linear(o) or self.is_convolution(o) for o in path) for path, _ in arms]
+                if min(work) > 1:  # two branches side by side
+                    continue
+                if attend == [False, True]:
+                    return Residual(op, left, right, op.outputs[0], True, start, *arms[1])
+                if attend == [True, False]:
+                    return Residual(op, right, left, op.outputs[0], False, start, *arms[0])
         return None
+
+    def cores(self) -> list[Op]:
+        """All operations of the trace by which tokens attend: fused attention, a softmax before a product."""
+        found = [op for op in self.trace.ops if op.name in _ATTENTIONS]
+        weights = {
+            self.root[value]: op for op in self.trace.ops if op.name == "softmax" for value in op.outputs
+        }
+        for op in self.trace.ops:
+            if op.name in _PRODUCTS:
+                found += [weights[self.root[v]] for v in op.inputs if self.root[v] in weights]
+        return found
 
     def _starts(self, skip: int) -> Iterator[int]:
         """The values that a branch beside this skip may start from: it, and what parallel branches share."""
@@ -141,6 +181,8 @@ class Flow:
             given = [v for v in self.trace.ops[maker].inputs if not self._is_learned(v)]
             if len(given) == 1:
                 yield self.root[given[0]]
+        if maker is not None and self.trace.ops[maker].name in _JOINED:  # a class token put back in front
+            yield from sorted({self.root[v] for v in self.trace.ops[maker].inputs}, reverse=True)
         while (before := self._of_out.get(start)) is not None:
             start = self.root[before.skip]
             yield start
@@ -192,6 +234,20 @@ class Flow:
         products = sum(self.is_product_of_tokens(op, inside) for op in path)
         return products >= 2 or (products == 1 and "softmax" in names)
 
+    def can_bypass(self, start: int, end: int, attention: Iterable[Op]) -> bool:
+        """Whether a value can be reached from another one without passing an attention."""
+        closed = {op.index for op in attention}
+        reached = {start}
+        for op in self.trace.ops:
+            if op.index not in closed and any(v in reached or self.root[v] == start for v in op.inputs):
+                reached.update(op.outputs)
+        return end in reached
+
+    def products(self, begin: int, end: int) -> list[Op]:
+        """The products of tokens with tokens among some operations."""
+        everything = set(range(len(self.trace.values)))
+        return [op for op in self.trace.ops[begin:end] if self.is_product_of_tokens(op, everything)]
+
     def core(self, residual: Residual) -> list[Op]:
         """The products of tokens with tokens, and the softmax, of an attention."""
         return [
@@ -227,7 +283,8 @@ class Flow:
     def kind(self, residual: Residual, last: dict[int, bool]) -> Kind:
         """What a branch does, once it is known on which axis the channels are."""
         numbers = {op.index for op in residual.path}
-        if any(self.attends(r.path, r.inside) for r in self.residuals if r.op.index in numbers):
+        within = [self.attends(r.path, r.inside) for r in self.residuals if r.op.index in numbers]
+        if any(within) and not all(within):
             return "long"
         if self.attends(residual.path, residual.inside):
             return "parallel" if self._has_two_arms(residual) else "attention"
@@ -254,7 +311,9 @@ class Flow:
     def _step(self, op: Op, axes: dict[int, int]) -> str:
         """What an operation acts on, where that matters."""
         value = next((value for value in op.inputs if value in axes), None)
-        if op.name in _MIXERS:
+        if op.name in _MIXERS or (
+            op.name in _REDUCTIONS and value is not None and self._sums_tokens(op, axes)
+        ):
             return "tokens"
         if self.is_linear(op):
             return "channels" if value is None or axes[value] == len(self.shape(value)) - 1 else "tokens"
@@ -262,6 +321,18 @@ class Flow:
             along = value is None or axes[value] == 1
             return "channels" if along and self.kernel_is_one(op) else "tokens"
         return ""
+
+    def _sums_tokens(self, op: Op, axes: dict[int, int]) -> bool:
+        value = op.inputs[0] if op.inputs else -1
+        if op.name not in _REDUCTIONS or not op.details or value not in axes:
+            return False
+        args, kwargs = op.details
+        given = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if given is None:
+            return False
+        size = len(self.shape(value))
+        dims = [dim % size for dim in (given if isinstance(given, tuple | list) else [given])]
+        return axes[value] not in dims and 0 not in dims
 
     def channels_last(self, residuals: Iterable[Residual]) -> dict[int, bool]:
         """Whether the channels lie on the last axis of the skips, by what acts on them; else on axis 1.

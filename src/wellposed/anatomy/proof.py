@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from wellposed.anatomy.example import Example, eagerly, preserved
-from wellposed.anatomy.find import Found, find_blocks
+from wellposed.anatomy.find import Found, find_blocks, refused_row
 from wellposed.anatomy.flow import Flow
 from wellposed.anatomy.marked import set_class
 from wellposed.anatomy.packed_query import PackedQueryAttention
@@ -118,12 +118,7 @@ def prove(model: nn.Module, example: Example) -> list[Found]:
         usable = [block for block in found if not block.row.refused]
         calls = _run_seamed(model, usable, example, seen.output)
         adds = Counter(id(call.module) for call in seen.calls)
-        for block in usable:
-            expected = adds[id(block.module)] * len(block.row.names)
-            if calls[block.name] != expected:
-                raise SeamError(
-                    f"expected {expected} calls of joins in {block.name}, got {calls[block.name]}."
-                )
+        found = [_as_run(block, adds[id(block.module)], calls) for block in found]
         for block in found:
             proofs().rows[_signature(block.module)] = block.row
             proofs().classes.add(_class_key(own_class(block.module)))
@@ -133,6 +128,16 @@ def prove(model: nn.Module, example: Example) -> list[Found]:
                 seen_as = proofs().quiet if id(module) in adds else proofs().unreached
                 seen_as.add(_class_key(own_class(module)))
     return found
+
+
+def _as_run(block: Found, ran: int, joins_ran: dict[str, int]) -> Found:
+    """A block whose joins ran as often as it did, each once; else the block, refused."""
+    if block.row.refused or joins_ran[block.name] == ran * len(block.row.names):
+        return block
+    reason = (
+        f"its {len(block.row.names)} joins ran {joins_ran[block.name]} times in {ran} calls: one is in a loop"
+    )
+    return Found(block.name, block.module, refused_row(block.module, reason))
 
 
 def _run_seamed(model: nn.Module, found: list[Found], example: Example, expected: Any) -> dict[str, int]:

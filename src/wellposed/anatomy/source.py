@@ -75,16 +75,17 @@ class Method:
                 return number
         return None
 
-    def twins(self, joins: Mapping[int, bool], ran: set[int]) -> dict[int, int]:
+    def twins(self, joins: Mapping[int, bool], ran: set[int], owner: object) -> dict[int, int]:
         """The adds in arms of an ``if`` that were not taken, each with the join that it stands for.
 
         Args:
             joins: numbers of the adds that are joins, and whether the skip is on their left.
             ran: numbers of all adds that ran.
+            owner: whose method it is. An arm that uses what it does not have cannot be taken.
 
         Raises :class:`~wellposed.errors.SeamError` where another arm would go around the joins.
         """
-        return _Arms(self, joins, ran).twins()
+        return _Arms(self, joins, ran, owner).twins()
 
     def with_joins(
         self, joins: Mapping[int, tuple[str, bool]], substitutions: tuple[tuple[str, str], ...] = ()
@@ -112,8 +113,8 @@ class Method:
 class _Arms:
     """The arms of a method's ``if`` statements: what was taken, and what else there is."""
 
-    def __init__(self, method: Method, joins: Mapping[int, bool], ran: set[int]) -> None:
-        self.method, self.ran = method, ran
+    def __init__(self, method: Method, joins: Mapping[int, bool], ran: set[int], owner: object) -> None:
+        self.method, self.ran, self.owner = method, ran, owner
         adds = method.adds()
         self.number = {id(add.node): number for number, add in enumerate(adds)}
         self.skip = {n: ast.dump(adds[n].left if left else adds[n].right) for n, left in joins.items()}
@@ -139,7 +140,11 @@ class _Arms:
             pairs = list(zip(alike, joins, strict=True))
             if all(self.skip[join] in self.sides[twin] for twin, join in pairs):
                 return dict(pairs)
-        if not _is_settled(node.test) and (alike or self._goes_around(node, joins, arm)):
+        if (
+            not _is_settled(node.test)
+            and self._can_run(arm)
+            and (alike or self._goes_around(node, joins, arm))
+        ):
             raise SeamError(
                 f"{self.method.where} goes another way where `{ast.unparse(node.test)}` turns out otherwise "
                 "than for the example: adds there could not be seen. Give an example that goes that way, or "
@@ -150,6 +155,11 @@ class _Arms:
     def _within(self, arm: list[ast.AST], numbers: Mapping[int, Any]) -> list[int]:
         inside = (self.number.get(id(node)) for statement in arm for node in ast.walk(statement))
         return sorted(number for number in inside if number is not None and number in numbers)
+
+    def _can_run(self, arm: list[ast.AST]) -> bool:
+        used = [node for statement in arm for node in ast.walk(statement) if isinstance(node, ast.Attribute)]
+        own = [node.attr for node in used if isinstance(node.value, ast.Name) and node.value.id == "self"]
+        return all(hasattr(self.owner, name) for name in own)
 
     def _is_on_a_stream(self, number: int) -> bool:
         return any(skip in self.sides[number] for skip in self.skip.values())

@@ -120,6 +120,8 @@ def _without_fast_path() -> Iterator[None]:
 # What is read more closely than by its tensors.
 _READ = frozenset(
     {
+        "mean",
+        "sum",
         "permute",
         "transpose",
         "swapaxes",
