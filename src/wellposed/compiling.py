@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from packaging.version import Version
 
-MENDED = "2.14"
+MENDED = Version("2.14")
 """The first torch with the barrier."""
 _TAG = "barrier-before-reading-back"
 
@@ -29,7 +30,7 @@ def mend_inductor() -> bool:
     Returns:
         Whether this torch needs it. If not, nothing is changed.
     """
-    if torch.__version__ >= MENDED:
+    if not needs_barrier(torch.__version__):
         return False
     from torch._inductor.codegen.common import DeferredLine
     from torch._inductor.codegen.triton import TritonKernel
@@ -38,6 +39,15 @@ def mend_inductor() -> bool:
     config: Any = torch.compiler.config
     config.cache_key_tag = f"{config.cache_key_tag} {_TAG}".strip()
     return True
+
+
+def needs_barrier(version: str) -> bool:
+    """Whether a torch of this version lacks the barrier; what came before a release may lack it.
+
+    >>> needs_barrier("2.9.1"), needs_barrier("2.14.0a0+gitabc"), needs_barrier("2.14.0+cu130")
+    (True, True, False)
+    """
+    return Version(version) < MENDED
 
 
 def add_barrier(kernel: Any, barrier: Any) -> None:
