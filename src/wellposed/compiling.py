@@ -2,7 +2,7 @@
 
 A kernel that Inductor makes may write numbers in one loop and read them back in the next: the sum under a
 layer norm, for one. Triton may give writing and reading to different threads, and then some read what was in
-memory before. torch 2.11 to 2.13 have no barrier between the two; 2.14 has (pytorch/pytorch pull request
+memory before. torch up to 2.13 has no barrier between the two; 2.14 has (pytorch/pytorch pull request
 190519). ViTs are hit after the patch convolution, whose output is laid out by channels: in training and in
 tests, with or without graying, or not at all, as the kernel's autotuning falls.
 """
