@@ -3,7 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test quick lint types pytest docs clean
+# Exact versions of all that is installed, pip and what builds the package too.
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.PHONY: demo test quick lint types pytest docs constraints clean
 
 demo: $(VENV)/.demo
 	$(BIN)/wellposed demo
@@ -31,16 +34,20 @@ docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/docs/index.html, or serve it: $(BIN)/mkdocs serve"
 
+# The newest versions that pyproject.toml allows; needs the package index and a minute.
+constraints: | $(VENV)/bin/python
+	$(BIN)/python tools/constraints.py
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(INSTALL) --upgrade pip
 
-$(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable .
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --build-constraint constraints.txt --editable .
 	touch $@
 
-$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --build-constraint constraints.txt --editable '.[dev]'
 	touch $@ $(VENV)/.demo
 
 clean:

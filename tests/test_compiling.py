@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 
-from wellposed.compiling import MENDED, add_barrier, mend_inductor
+from wellposed.compiling import add_barrier, mend_inductor, needs_barrier
 
 
 def stand_in():
@@ -49,9 +49,20 @@ def test_a_load_that_fails_leaves_no_barrier_behind() -> None:
 def test_a_torch_that_has_the_barrier_stays_as_it_is() -> None:
     before = torch.compiler.config.cache_key_tag
     is_needed = mend_inductor()
-    assert is_needed == (torch.__version__ < MENDED)
+    assert is_needed == needs_barrier(torch.__version__)
     assert mend_inductor() == is_needed  # once, however often it is called
     assert is_needed or torch.compiler.config.cache_key_tag == before
+
+
+@pytest.mark.parametrize(
+    ("version", "is_needed"),
+    [("2.9.0", True), ("2.13.1", True), ("2.14.0a0", True), ("2.14.0", False), ("2.100.0", False)],
+)
+def test_versions_are_numbers_not_text(
+    version: str, is_needed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert needs_barrier(torch.__version__) == is_needed
 
 
 def fill_free_memory(value: float) -> None:

@@ -2,7 +2,7 @@
 
 A kernel that Inductor makes may write numbers in one loop and read them back in the next: the sum under a
 layer norm, for one. Triton may give writing and reading to different threads, and then some read what was in
-memory before. torch 2.11 to 2.13 have no barrier between the two; 2.14 has (pytorch/pytorch pull request
+memory before. torch up to 2.13 has no barrier between the two; 2.14 has (pytorch/pytorch pull request
 190519). ViTs are hit after the patch convolution, whose output is laid out by channels: in training and in
 tests, with or without graying, or not at all, as the kernel's autotuning falls.
 """
@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from packaging.version import Version
 
-MENDED = "2.14"
+MENDED = Version("2.14")
 """The first torch with the barrier."""
 _TAG = "barrier-before-reading-back"
 
@@ -29,7 +30,7 @@ def mend_inductor() -> bool:
     Returns:
         Whether this torch needs it. If not, nothing is changed.
     """
-    if torch.__version__ >= MENDED:
+    if not needs_barrier(torch.__version__):
         return False
     from torch._inductor.codegen.common import DeferredLine
     from torch._inductor.codegen.triton import TritonKernel
@@ -38,6 +39,15 @@ def mend_inductor() -> bool:
     config: Any = torch.compiler.config
     config.cache_key_tag = f"{config.cache_key_tag} {_TAG}".strip()
     return True
+
+
+def needs_barrier(version: str) -> bool:
+    """Whether a torch of this version lacks the barrier; what came before a release may lack it.
+
+    >>> needs_barrier("2.9.1"), needs_barrier("2.14.0a0+gitabc"), needs_barrier("2.14.0+cu130")
+    (True, True, False)
+    """
+    return Version(version) < MENDED
 
 
 def add_barrier(kernel: Any, barrier: Any) -> None:

@@ -1,7 +1,7 @@
 """The table: every block class and patch embedding that the library knows.
 
-Read off timm 1.0.20 to 1.0.30, transformers 5.10 to 5.22, torchvision 0.26 to 0.29 and torch 2.11 to
-2.15. A class whose source differs is refused, not guessed at (see :mod:`wellposed.anatomy.seam`).
+The README says with which versions of timm, transformers, torchvision and torch it is tested. A class
+whose source differs is refused, not guessed at (see :mod:`wellposed.anatomy.seam`).
 """
 
 from typing import cast

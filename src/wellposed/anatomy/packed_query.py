@@ -36,8 +36,10 @@ class PackedQueryAttention(nn.MultiheadAttention):
         tokens_first = self.batch_first and query.ndim == 3
         if tokens_first:
             # The function multiplies once where query, key and value are one tensor.
-            turned = {id(x): x.transpose(0, 1) for x in (query, key, value)}
-            query, key, value = turned[id(query)], turned[id(key)], turned[id(value)]
+            q = query.transpose(0, 1)
+            k = q if key is query else key.transpose(0, 1)
+            v = q if value is query else k if value is key else value.transpose(0, 1)
+            query, key, value = q, k, v
         out, weights = functional.multi_head_attention_forward(
             query,
             key,

@@ -1,0 +1,76 @@
+"""What pyproject.toml says is so: imports are declared, and the development install is pinned."""
+
+import ast
+import importlib.metadata
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+INSTALLED = importlib.metadata.packages_distributions()
+COMES_WITH = {"triton": "torch"}  # on Linux; imported only where it is found
+
+
+def names(requirements: Iterable[str]) -> set[str]:
+    return {canonicalize_name(Requirement(text).name) for text in requirements}
+
+
+NEEDED = names(PROJECT["dependencies"])
+OF_EXTRAS = {
+    name
+    for extra in ("transformers", "datasets", "plot")
+    for name in names(PROJECT["optional-dependencies"][extra])
+}
+
+
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """The packages of others that these statements import."""
+    modules = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            modules.add(str(node.module))
+    packages = {module.partition(".")[0] for module in modules}
+    return packages - set(sys.stdlib_module_names) - {"wellposed"}
+
+
+def distributions(package: str) -> set[str]:
+    of_package = INSTALLED.get(package, [package])
+    return {COMES_WITH.get(name, name) for name in map(canonicalize_name, of_package)}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src")))
+def test_what_is_imported_is_declared(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for package in imported(tree.body):
+        assert distributions(package) & NEEDED, f"{package} is not in dependencies"
+    for package in imported(ast.walk(tree)):
+        assert distributions(package) & (NEEDED | OF_EXTRAS), f"{package} is declared nowhere"
+
+
+def test_the_development_install_is_pinned_within_its_ranges() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    pinned = {}
+    for pin in pins:
+        (exact,) = pin.specifier
+        assert (exact.operator, pin.url, pin.marker) == ("==", None, None), pin
+        assert Version(exact.version).local is None, f"{pin} is one build of a release"
+        pinned[canonicalize_name(pin.name)] = exact.version
+    assert "wellposed" not in pinned
+    extras = PROJECT["optional-dependencies"].values()
+    ranges = [Requirement(text) for texts in (PROJECT["dependencies"], *extras) for text in texts]
+    for wanted in ranges:
+        if wanted.name != "wellposed":
+            version = pinned.get(canonicalize_name(wanted.name))
+            assert version is not None, f"{wanted.name} is not pinned: make constraints"
+            assert wanted.specifier.contains(version), f"{wanted}, pinned {version}: make constraints"
