@@ -20,7 +20,7 @@ from wellposed.probes import Monitor
 from wellposed.train.agree import largest, total, wait_for_all
 from wellposed.train.batches import Batch, EvalBatches, TrainBatches
 from wellposed.train.checkpoint import Checkpoint, Store
-from wellposed.train.checkpoint.processes import from_first, several
+from wellposed.train.checkpoint.processes import from_first, rank, several, world
 from wellposed.train.eps import EpsSchedule
 from wellposed.train.evaluate import Tested, evaluate
 from wellposed.train.explain import explain
@@ -90,7 +90,7 @@ class Loop:
         self.recipe, self.task, self.module = recipe, task, module
         self.train, self.test, self.accelerator = train, test, accelerator
         self.device: torch.device = accelerator.device
-        self.rank, self.world = accelerator.process_index, accelerator.num_processes
+        self.rank, self.world = rank(), world()
         self.forward = compiled(module, recipe, self.device)
         self.parameters = [parameter for parameter in task.module.parameters() if parameter.requires_grad]
         self.recorded = self._recorder()
