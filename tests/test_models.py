@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from wellposed.models import build, describe_weights, load_weights
+from wellposed.train import Recipe
+from wellposed.train.model import build_model
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
 TV = {"image_size": 32, "num_classes": 5}
@@ -125,13 +127,37 @@ def test_unknown_names(name, message):
     ("options", "message"),
     [
         ({"pretrained": True, "weights": "a.safetensors"}, "weights= or pretrained=True, got both"),
-        ({"checkpoint_path": "a.pth"}, "checkpoint_path= is no option.*weights= takes a .safetensors"),
+        ({"checkpoint_path": "a.pth"}, "checkpoint_path= is no option.*weights= takes a file that is safe"),
+        ({"pretrained_cfg_overlay": {"file": "evil.pth"}}, "pretrained_cfg_overlay= is no option"),
+        ({"pretrained_cfg": {"url": "http://there/evil.pth"}}, "pretrained_cfg= is no option"),
+        ({"cache_dir": "somewhere"}, "cache_dir= is no option.*HF_HOME"),
+        ({"any": {"deep": ["evil.PTH"]}}, r"got any.deep='evil.PTH', which names a file or an address"),
+        ({"attn_implementation": "someone/kernel"}, "got attn_implementation='someone/kernel', which names"),
         ({"device": "cuda"}, "device= is no option of build.*use .to"),
     ],
 )
 def test_options_that_do_not_go(options, message):
     with pytest.raises(ValueError, match=message):
         build("vit_tiny_patch16_224", **options)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("it-ran"),)
+
+
+@pytest.mark.parametrize("option", ["pretrained_cfg", "pretrained_cfg_overlay"])
+def test_a_recipe_cannot_make_timm_load_a_file(option, tmp_path, monkeypatch):
+    """timm up to 1.0.25 unpickles the file that these options name, with all the code in it."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(Evil(), "evil.pth")
+    loaded = []
+    monkeypatch.setattr("timm.models._builder.load_state_dict", lambda path, *_, **__: loaded.append(path))
+    given = Recipe(model="vit_tiny_patch16_224", pretrained=True, model_options={option: {"file": "evil.pth"}})
+    with pytest.raises(ValueError, match=f"{option}= is no option of build: it can name what to load"):
+        build_model(given, 10, 3)
+    assert not loaded
+    assert not Path("it-ran").exists()
 
 
 @pytest.mark.parametrize(

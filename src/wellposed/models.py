@@ -10,6 +10,7 @@ A plain name is timm's, ``hf:NAME`` is transformers' (a folder with a config.jso
 
 import difflib
 import importlib
+import os
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -28,10 +29,17 @@ from wellposed.probes.observe import plain
 
 _described: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 
+_LOADS = "it can name what to load, and a file of weights can run code; weights= takes a file that is safe"
 _REFUSED_OPTIONS = {
-    "checkpoint_path": "weights= takes a .safetensors file",
+    "checkpoint_path": _LOADS,
+    "pretrained_cfg": _LOADS,
+    "pretrained_cfg_overlay": _LOADS,
+    "cache_dir": "the environment variable HF_HOME says where downloads are kept",
+    "trust_remote_code": "code that comes with weights is never run",
     "device": "models are built on the CPU, where equal seeds give equal weights; use .to(device) afterwards",
 }
+_LOADED = (".pth", ".pt", ".tar", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy", ".safetensors", ".py")
+"""Endings of files that libraries load."""
 
 
 def build(
@@ -51,6 +59,8 @@ def build(
     for option, remedy in _REFUSED_OPTIONS.items():
         if option in options:
             raise ValueError(f"{option}= is no option of build: {remedy}.")
+    for option, value in options.items():
+        _refuse_places(option, value)
     prefix, colon, rest = name.partition(":")
     builders: dict[str, _Builder] = {"hf": _build_transformers, "tv": _build_torchvision}
     if colon and prefix not in builders:
@@ -65,6 +75,25 @@ def build(
     if weights is not None:
         load_weights(model, weights)
     return model.eval()
+
+
+def _refuse_places(option: str, value: Any) -> None:
+    """Refuse what names a file or an address: libraries load it, and some of them run the code in it."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            _refuse_places(f"{option}.{key}", each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _refuse_places(option, each)
+    elif isinstance(value, os.PathLike) or (isinstance(value, str) and _is_place(value)):
+        raise ValueError(
+            f"expected numbers and words as options of a model, got {option}={str(value)!r}, which names a file "
+            "or an address that would be loaded; leave it out. weights= takes a file of weights."
+        )
+
+
+def _is_place(text: str) -> bool:
+    return any(mark in text for mark in ("/", "\\", ":")) or Path(text).suffix.lower() in _LOADED
 
 
 def describe_weights(model: nn.Module) -> str:
