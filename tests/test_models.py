@@ -148,12 +148,14 @@ class Evil:
 
 @pytest.mark.parametrize("option", ["pretrained_cfg", "pretrained_cfg_overlay"])
 def test_a_recipe_cannot_make_timm_load_a_file(option, tmp_path, monkeypatch):
-    """timm up to 1.0.25 unpickles the file that these options name, with all the code in it."""
+    """Timm up to 1.0.25 unpickles the file that these options name, with all the code in it."""
     monkeypatch.chdir(tmp_path)
     torch.save(Evil(), "evil.pth")
     loaded = []
     monkeypatch.setattr("timm.models._builder.load_state_dict", lambda path, *_, **__: loaded.append(path))
-    given = Recipe(model="vit_tiny_patch16_224", pretrained=True, model_options={option: {"file": "evil.pth"}})
+    given = Recipe(
+        model="vit_tiny_patch16_224", pretrained=True, model_options={option: {"file": "evil.pth"}}
+    )
     with pytest.raises(ValueError, match=f"{option}= is no option of build: it can name what to load"):
         build_model(given, 10, 3)
     assert not loaded

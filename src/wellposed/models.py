@@ -87,8 +87,8 @@ def _refuse_places(option: str, value: Any) -> None:
             _refuse_places(option, each)
     elif isinstance(value, os.PathLike) or (isinstance(value, str) and _is_place(value)):
         raise ValueError(
-            f"expected numbers and words as options of a model, got {option}={str(value)!r}, which names a file "
-            "or an address that would be loaded; leave it out. weights= takes a file of weights."
+            f"expected numbers and words as options of a model, got {option}={str(value)!r}, which names a "
+            "file or an address that would be loaded; leave it out. weights= takes a file of weights."
         )
 
 

@@ -8,7 +8,7 @@ import csv
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,7 @@ class Record:
         bound: what a theorem says the value stays below.
         verdicts: for how many images (or windows) the bound holds, holds because it is infinite, is
             violated, cannot be told.
+        margins: bound over value, the median and the smallest over the images (or windows) where it is known.
         images: from how many images.
         status: see :data:`Status`.
         note: what a reader should know beside.
@@ -54,6 +55,7 @@ class Record:
     high: float | None = None
     bound: float | None = None
     verdicts: tuple[int, ...] = ()
+    margins: tuple[float, ...] = ()
     images: int = 0
     status: Status = "ok"
     note: str = ""
@@ -91,15 +93,30 @@ class Record:
 
 
 def short(value: float) -> str:
-    """Three digits, with an exponent where it is shorter.
+    """Three digits, with an exponent where it is shorter; also of what is not finite.
 
-    >>> short(0.98765), short(123456.0), short(3e7)
-    ('0.988', '1.23e5', '3e7')
+    >>> short(0.98765), short(123456.0), short(3e7), short(math.inf)
+    ('0.988', '1.23e5', '3e7', 'inf')
     """
+    if not math.isfinite(value):
+        return str(value)
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     mantissa, exponent = f"{value:.2e}".split("e")
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+AT_LEAST = "/at_least"
+"""Where numbers are kept by name, ``NAME/at_least`` beside NAME says that its number is a lower bound."""
+
+
+def named_text(numbers: Mapping[str, Any], name: str) -> str:
+    """A number by its name for people, as :meth:`Record.text`.
+
+    >>> named_text({"kappa/0/input": 9.9e6, "kappa/0/input/at_least": 1.0}, "kappa/0/input")
+    '≥ 9.9e6'
+    """
+    return ("≥ " if numbers.get(name + AT_LEAST) else "") + short(numbers[name])
 
 
 def dtype_name(dtype: object) -> str:
@@ -107,7 +124,7 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_SEQUENCES = ("verdicts", "samples", "at_least", "curve")
+_SEQUENCES = ("verdicts", "margins", "samples", "at_least", "curve")
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Record) if field.name not in _SEQUENCES)
 
 

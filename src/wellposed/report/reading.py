@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wellposed.records import Record, read_json
+from wellposed.records import AT_LEAST, Record, Status, read_json
 from wellposed.report.charts import finite
 from wellposed.report.damage import DamagedError, json_object, torn_lines
 from wellposed.report.environment_words import environment_text
@@ -218,8 +218,11 @@ def _monitored(lines: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
     for key, value in last.items():
         measure, _, place = key.partition("/")
         block, _, position = place.partition("/")
-        if measure in ("kappa", "entropy") and block.isdigit() and finite(value) is not None:
-            found.append(Record(measure=measure, value=value, block=int(block), position=position))
+        is_told = measure in ("kappa", "entropy") and block.isdigit() and not key.endswith(AT_LEAST)
+        if is_told and finite(value) is not None:
+            status: Status = "at least" if last.get(key + AT_LEAST) else "ok"
+            record = Record(measure=measure, value=value, block=int(block), position=position, status=status)
+            found.append(record)
     return tuple(found)
 
 

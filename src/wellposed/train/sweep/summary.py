@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wellposed.records import short
 from wellposed.text import aligned
 from wellposed.train.report import write_json
-from wellposed.train.report.status import duration, number, percent, rate
+from wellposed.train.report.status import duration, percent, rate
 from wellposed.train.report.summary import best_accuracy
 from wellposed.train.sweep import progress
 from wellposed.train.sweep.children import Child
@@ -76,7 +77,7 @@ def text(runs: Sequence[dict[str, Any]]) -> str:
     for run in runs:
         cells = (
             _told(run["accuracy"], percent),
-            _told(run["loss"], number),
+            _told(run["loss"], short),
             _told(run["images_per_second"], rate),
             _told(run["seconds"], duration),
         )
