@@ -4,7 +4,6 @@ A record says what was measured, where, and how the number was made: which estim
 which tolerance, from how many images, and whether it is the value or only a bound of it.
 """
 
-import csv
 import dataclasses
 import json
 import math
@@ -12,6 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from wellposed.files import read_json as read_any_json
+from wellposed.files import write_cells, write_text
 
 Status = Literal["ok", "at least", "at most", "not converged", "not measured"]
 """``at least`` and ``at most``: the value is a bound, the arithmetic cannot tell more. ``not measured``:
@@ -130,12 +132,8 @@ _COLUMNS = tuple(field.name for field in dataclasses.fields(Record) if field.nam
 
 def write_csv(records: Iterable[Record], path: str | Path) -> None:
     """One line a record, with ``log``; the samples and curves are in the JSON alone."""
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([*_COLUMNS, "log"])
-        for record in records:
-            row = [getattr(record, name) for name in _COLUMNS]
-            writer.writerow(["" if value is None else value for value in (*row, record.log)])
+    rows = ([*(getattr(record, name) for name in _COLUMNS), record.log] for record in records)
+    write_cells(path, [[*_COLUMNS, "log"], *rows])
 
 
 def to_dict(record: Record) -> dict[str, Any]:
@@ -159,15 +157,15 @@ def from_dict(values: dict[str, Any]) -> Record:
 def write_json(records: Sequence[Record], about: dict[str, Any], path: str | Path) -> None:
     """One JSON object: ``about`` and ``records``."""
     content = {"about": about, "records": [to_dict(record) for record in records]}
-    Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: str | Path) -> tuple[list[Record], dict[str, Any]]:
     """What :func:`write_json` wrote."""
-    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    content = read_any_json(path)
     expected = {"about": dict, "records": list}
     is_one = isinstance(content, dict) and all(isinstance(content.get(k), v) for k, v in expected.items())
-    if not is_one:
+    if not is_one or not all(isinstance(record, dict) for record in content["records"]):
         raise ValueError(
             f"expected a diagnosis with 'about' and 'records' in {path}; Diagnosis.to_json writes one."
         )

@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from wellposed.files import parse_toml, read_bytes
 from wellposed.records import AT_LEAST, Record, Status, read_json
 from wellposed.report.charts import finite
 from wellposed.report.damage import DamagedError, json_object, torn_lines
@@ -262,7 +262,7 @@ def _recipe(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(read_bytes(path).decode())
     except ValueError as error:
         raise DamagedError(
             path, f"expected the recipe of a run as TOML ({error}); without it the run is left out."

@@ -8,7 +8,7 @@
     print(result.accuracy, result.folder)
 """
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,15 +196,16 @@ def _train(
 
 
 def _open(folder: Path, recipe: Recipe, overwrite: bool, held: ExitStack) -> dict[str, Any] | None:
-    # Also what is overwritten must not be in use.
-    with alone_in(folder, PATIENCE) if folder.is_dir() else nullcontext():
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as trying:
+        # Also what is overwritten must not be in use.
+        trying.enter_context(alone_in(folder, PATIENCE))
         done = open_folder(folder, recipe, overwrite)
-    if done is None:
-        held.enter_context(alone_in(folder, PATIENCE))
-    for name in ("best", "last"):
-        recover(folder / name)
-    if done is None:
-        write_environment(folder, environment())
+        for name in ("best", "last"):
+            recover(folder / name)
+        if done is None:
+            write_environment(folder, environment())
+            held.push(trying.pop_all())
     return done
 
 

@@ -8,7 +8,6 @@ A run has several: those it started from, its checkpoints, the last ones and the
 
 import dataclasses
 import functools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from wellposed.files import read_object
 from wellposed.models import load_weights, say_weights
 from wellposed.train.batches.augment import normalised
 from wellposed.train.batches.preparation import scale
@@ -228,8 +228,7 @@ def _config(weights: Path) -> dict[str, Any]:
     """What was written beside weights: of a run, beside its last or best."""
     for folder in (weights, weights / "last", weights / "best"):
         if (folder / _CONFIG).is_file():
-            config: dict[str, Any] = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-            return config
+            return read_object(folder / _CONFIG)
     raise FileNotFoundError(
         f"expected weights with a {_CONFIG} in last or best of {weights}, there are none. {_WHEN}"
     )

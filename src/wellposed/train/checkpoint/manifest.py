@@ -11,6 +11,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from wellposed.files import parse_json, read_bytes
+
 NAME = "manifest.json"
 FORMAT = "wellposed checkpoint"
 VERSION = 1
@@ -42,9 +44,9 @@ def verified_files(folder: Path, update: int) -> tuple[str, ...]:
 
 
 def _read(path: Path, update: int) -> dict[str, dict[str, Any]]:
-    content = path.read_bytes()
     try:
-        manifest = json.loads(content)
+        content = read_bytes(path)
+        manifest = parse_json(content)
     except ValueError as error:
         raise DamagedError(f"{NAME} cannot be read ({error})") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
