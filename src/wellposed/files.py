@@ -25,14 +25,14 @@ DEEPEST = 64
 """Lists and tables inside each other."""
 
 
-def require_regular(path: str | Path) -> None:
+def require_regular(path: str | os.PathLike[str]) -> None:
     """Raise for a pipe, a device or a socket, which would keep its reader waiting or never end."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a folder the system says so itself
         raise ValueError("it is not a regular file")
 
 
-def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
+def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     """The content of a regular file that is not larger than ``most`` bytes."""
     require_regular(path)
     with open(path, "rb") as file:
@@ -52,7 +52,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     return cast(dict[str, Any], _shallow(lambda: tomllib.loads(text)))
 
 
-def read_json(path: str | Path) -> Any:
+def read_json(path: str | os.PathLike[str]) -> Any:
     """The value of a JSON file; an error names the file."""
     try:
         return parse_json(read_bytes(path))
@@ -60,7 +60,7 @@ def read_json(path: str | Path) -> Any:
         raise ValueError(f"expected JSON in {path}, which cannot be read: {error}.") from error
 
 
-def read_object(path: str | Path) -> dict[str, Any]:
+def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The object of a JSON file; an error names the file."""
     values = read_json(path)
     if not isinstance(values, dict):
@@ -84,7 +84,7 @@ def _shallow(parse: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[TextIO]:
+def replacing(path: str | os.PathLike[str]) -> Iterator[TextIO]:
     """A text file to write, which takes the place of ``path`` when the block ends without an error.
 
     A kill at any moment leaves the old file or the new one. What is no file, such as ``/dev/stdout``, is
@@ -118,13 +118,15 @@ def clear_staged(*paths: Path) -> None:
             left.unlink(missing_ok=True)
 
 
-def write_text(path: str | Path, text: str) -> None:
+def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a whole file, as :func:`replacing`."""
     with replacing(path) as file:
         file.write(text)
 
 
-def write_cells(path: str | Path, rows: Iterable[Iterable[Any]], lineterminator: str = "\r\n") -> None:
+def write_cells(
+    path: str | os.PathLike[str], rows: Iterable[Iterable[Any]], lineterminator: str = "\r\n"
+) -> None:
     """Write a whole CSV file; None is an empty cell, and no text is a formula to a spreadsheet."""
     with replacing(path) as file:
         csv.writer(file, lineterminator=lineterminator).writerows(map(_cell, row) for row in rows)

@@ -61,6 +61,8 @@ def build(
             raise ValueError(f"{option}= is no option of build: {remedy}.")
     for option, value in options.items():
         _refuse_places(option, value)
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be at least 0 and below 2**63, got {seed}.")
     prefix, colon, rest = name.partition(":")
     builders: dict[str, _Builder] = {"hf": _build_transformers, "tv": _build_torchvision}
     if colon and prefix not in builders:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from wellposed.files import read_json as read_any_json
 from wellposed.files import write_cells, write_text
@@ -151,7 +151,25 @@ def from_dict(values: dict[str, Any]) -> Record:
     if unknown:
         raise ValueError(f"a record has the fields {', '.join(sorted(known))}, got {', '.join(unknown)} too.")
     fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    for name, value in fields.items():
+        if not _fits(name, value):
+            raise ValueError(f"a record has other values as its {name}, got {str(value)[:40]!r}.")
     return Record(**fields)
+
+
+def _fits(name: str, value: Any) -> bool:
+    if name in _SEQUENCES:
+        return isinstance(value, tuple) and all(_is_number(each) or each is None for each in value)
+    if name == "status":
+        return value in get_args(Status)
+    if name in ("measure", "module", "position", "note", "estimator", "dtype"):
+        return isinstance(value, str)
+    # In studies the head may be "each".
+    return value is None or _is_number(value) or (name == "head" and isinstance(value, str))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def write_json(records: Sequence[Record], about: dict[str, Any], path: str | Path) -> None:

@@ -96,12 +96,12 @@ def read_diagnosis(path: Path) -> Subject:
     """A file of ``Diagnosis.to_json``."""
     try:
         records, about = read_json(path)
+        name = path.parent.resolve().name if path.name == DIAGNOSIS else path.stem
+        return diagnosis_subject(records, about, name)
     except (ValueError, TypeError) as error:
         raise DamagedError(
             path, f"expected a diagnosis as JSON ({error}); wellposed diagnose --out writes one."
         ) from error
-    name = path.parent.resolve().name if path.name == DIAGNOSIS else path.stem
-    return diagnosis_subject(records, about, name)
 
 
 def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name: str = "") -> Subject:
@@ -133,6 +133,15 @@ def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name:
 
 def read_run_folder(folder: Path) -> Found:
     """A run, with the diagnosis that lies beside its numbers if there is one."""
+    try:
+        return _run_folder(folder)
+    except (TypeError, AttributeError, KeyError, IndexError) as error:
+        raise DamagedError(
+            folder, f"expected the files of a run, got other values in them ({error}); it is skipped."
+        ) from error
+
+
+def _run_folder(folder: Path) -> Found:
     (lines, summary), recipe = _run(folder), _recipe(folder / "recipe.toml")
     damage = torn_lines(folder / RUN, (line["line"] for line in lines if line["event"] == "torn"))
     result = json_object(folder / "result.json", damage)

@@ -6,8 +6,10 @@ A run has several: those it started from, its checkpoints, the last ones and the
     diagnosis = wellposed.diagnose(run.model("best"), run.images)
 """
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -123,7 +125,9 @@ class TrainedRun:
             raise FileNotFoundError(
                 f"expected {weights}/{WEIGHTS} in {self.folder}, there is none{instead}. {_WHEN}"
             )
-        return self._moment(weights, int(_config(file.parent)["wellposed"]["update"]), file)
+        with _fields_of(file.parent):
+            update = int(_config(file.parent)["wellposed"]["update"])
+        return self._moment(weights, update, file)
 
     def through_training(self) -> list[Moment]:
         """The start, every checkpoint that was kept, and the end."""
@@ -185,13 +189,17 @@ def open_run(
     folder = Path(folder).expanduser()
     _require_run(folder)
     recipe = Recipe.from_mapping(read_recipe(folder / RECIPE))
-    expects = _config(folder)["pretrained_cfg"]
+    config = _config(folder)
+    with _fields_of(folder):
+        expects = dict(config["pretrained_cfg"])
+        classes, channels = int(expects["num_classes"]), int(expects["input_size"][0])
+        updates = _planned_updates(folder)
     return TrainedRun(
         folder=folder,
         recipe=recipe,
-        updates=_planned_updates(folder),
-        classes=int(expects["num_classes"]),
-        channels=int(expects["input_size"][0]),
+        updates=updates,
+        classes=classes,
+        channels=channels,
         expects=expects,
         device=_device(recipe) if device is None else torch.device(device),
         count=images,
@@ -209,6 +217,18 @@ def _require_run(folder: Path) -> None:
         raise ValueError(
             f"expected the folder of a run, {folder} holds weights alone; name the folder that it lies in."
         )
+
+
+@contextlib.contextmanager
+def _fields_of(folder: Path) -> Iterator[None]:
+    """Files of other values than a run writes are one sentence."""
+    try:
+        yield
+    except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise ValueError(
+            f"expected what a run writes in {_CONFIG} and result.json of {folder}, got other fields "
+            f"({type(error).__name__}: {error}); train again, or copy the folder again."
+        ) from error
 
 
 def _planned_updates(folder: Path) -> int:

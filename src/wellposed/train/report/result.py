@@ -17,6 +17,9 @@ def read_json(path: Path) -> dict[str, Any]:
         raise _damaged(path, str(error)) from error
     if not isinstance(values, dict):
         raise _damaged(path, f"it holds a {type(values).__name__}")
+    for name in ("test", "best", "about"):
+        if not isinstance(values.get(name), (dict, type(None))):
+            raise _damaged(path, f"its {name} is a {type(values[name]).__name__}")
     return values
 
 
