@@ -16,6 +16,7 @@ from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.model import Block, blocks
 from wellposed.anatomy.seam import Join, close_seam, is_seamed, joins, open_seam
 from wellposed.errors import WrappedModelError
+from wellposed.interrupts import let_through, uninterrupted
 
 See = Callable[[Block, str, Tensor], None]
 """Gets a block, a position in it and the tokens (B, N, D) there."""
@@ -38,19 +39,23 @@ def plain(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Puts back the mode of every module and the state of every random generator."""
+    """Puts back the mode of every module and the state of every random generator.
+
+    Ctrl-C is held back inside; see :func:`wellposed.interrupts.let_through`.
+    """
     training = [(module, module.training) for module in model.modules()]
     kind = next((p.device.type for p in model.parameters() if p.device.type not in ("cpu", "meta")), None)
     devices = {p.device for p in model.parameters() if p.device.type == kind}
     python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices, device_type=kind or "cuda"):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for module, mode in training:
-            module.training = mode
+    with uninterrupted():
+        try:
+            with torch.random.fork_rng(devices, device_type=kind or "cuda"):
+                yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            for module, mode in training:
+                module.training = mode
 
 
 @contextlib.contextmanager
@@ -61,20 +66,21 @@ def observed(model: nn.Module) -> Iterator[list[Block]]:
     """
     found = blocks(model)
     opened: list[nn.Module] = []
-    try:
-        with preserved(model), eagerly():
-            for block in found:
-                if not is_seamed(block.module):
-                    open_seam(block.module, block.row)
-                    opened.append(block.module)
-            model.eval()
-            yield found
-    finally:
-        for module in opened:
-            close_seam(module)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward pass leaves the outermost one whole
+    with uninterrupted():
+        try:
+            with preserved(model), eagerly():
+                for block in found:
+                    if not is_seamed(block.module):
+                        open_seam(block.module, block.row)
+                        opened.append(block.module)
+                model.eval()
+                yield found
+        finally:
+            for module in opened:
+                close_seam(module)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # a forward pass leaves the outermost one whole
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:
@@ -117,6 +123,7 @@ class _InputHook:
         self.block, self.see = block, see
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        let_through()
         self.see(self.block, "input", to_tokens(stream_of(self.block, args, kwargs), layout_of(self.block)))
 
 
