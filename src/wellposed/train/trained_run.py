@@ -22,6 +22,7 @@ from wellposed.files import read_object
 from wellposed.models import load_weights, say_weights
 from wellposed.train.batches.augment import normalised
 from wellposed.train.batches.preparation import scale
+from wellposed.train.checkpoint.manifest import file_hash
 from wellposed.train.data import decode_readable, open_data
 from wellposed.train.environment import without_secrets
 from wellposed.train.eps import EpsSchedule
@@ -154,6 +155,7 @@ class TrainedRun:
             recipe = dataclasses.replace(recipe, start_from=None, pretrained=False)
         model = build_model(recipe, self.classes, self.channels).model
         if moment.file is not None:
+            _require_own(moment.file)
             # Of a masked autoencoder the encoder is kept, without the head that timm gives it.
             load = start_from if recipe.task == "mae" else load_weights
             load(model, moment.file)
@@ -229,6 +231,19 @@ def _fields_of(folder: Path) -> Iterator[None]:
             f"expected what a run writes in {_CONFIG} and result.json of {folder}, got other fields "
             f"({type(error).__name__}: {error}); train again, or copy the folder again."
         ) from error
+
+
+def _require_own(file: Path) -> None:
+    """Refuse weights that are not those that the run wrote, where it says which they are."""
+    if not (file.parent / _CONFIG).is_file():
+        return
+    with _fields_of(file.parent):
+        told = _config(file.parent)["wellposed"].get("sha256")
+    if told is not None and told != file_hash(file):
+        raise ValueError(
+            f"expected the weights that the run wrote, {file} holds others (its SHA-256 is not that in "
+            f"{_CONFIG}); copy the folder again, or name the file as weights= of a model."
+        )
 
 
 def _planned_updates(folder: Path) -> int:

@@ -24,7 +24,9 @@ class DamagedError(Exception):
 
 def describe(folder: Path, names: Iterable[str], update: int) -> bytes:
     """The content of a manifest for files that are in the folder already."""
-    files = {name: {"size": (folder / name).stat().st_size, "sha256": _hash(folder / name)} for name in names}
+    files = {
+        name: {"size": (folder / name).stat().st_size, "sha256": file_hash(folder / name)} for name in names
+    }
     return _sealed({"format": FORMAT, "version": VERSION, "update": update, "files": files})
 
 
@@ -70,7 +72,7 @@ def _verify(path: Path, facts: dict[str, Any]) -> None:
     size = path.stat().st_size
     if size != facts["size"]:
         raise DamagedError(f"{path.name} has {size:,} bytes, {NAME} says {facts['size']:,}")
-    if _hash(path) != facts["sha256"]:
+    if file_hash(path) != facts["sha256"]:
         raise DamagedError(f"the content of {path.name} is not what {NAME} says")
     if path.suffix == ".safetensors":
         try:
@@ -80,7 +82,8 @@ def _verify(path: Path, facts: dict[str, Any]) -> None:
             raise DamagedError(f"{path.name} is not in the safetensors format ({error})") from error
 
 
-def _hash(path: Path) -> str:
+def file_hash(path: Path) -> str:
+    """SHA-256."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
