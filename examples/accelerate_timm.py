@@ -44,8 +44,8 @@ def main(epochs: int, depth: int) -> None:
             accelerator.backward(loss)
             optimizer.step()
             if accelerator.is_main_process and (seen := monitor(step)):
-                worst, entropy = seen["kappa/attention.branch/worst"], seen["entropy/mean"]
-                print(f"step {step}: worst kappa of attention {worst:.3g}, mean entropy {entropy:.3f}")
+                worst, entropy = monitor.text(seen, "kappa/attention.branch/worst"), seen["entropy/mean"]
+                print(f"step {step}: worst kappa of attention {worst}, mean entropy {entropy:.3f}")
             step += 1
         accelerator.print(f"epoch {epoch + 1}: loss {loss.item():.3f}")
 

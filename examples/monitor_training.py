@@ -34,8 +34,9 @@ def main(epochs: int) -> None:
                     for key, value in seen.items():
                         writer.add_scalar(key, value, step)
                     if seen:
-                        kappa, entropy = seen["kappa/attention.branch/worst"], seen["entropy/mean"]
-                        print(f"{name} skips, step {step}: worst kappa {kappa:.3g}, entropy {entropy:.3f}")
+                        kappa = monitor.text(seen, "kappa/attention.branch/worst")
+                        entropy = seen["entropy/mean"]
+                        print(f"{name} skips, step {step}: worst kappa {kappa}, entropy {entropy:.3f}")
                     loss = cross_entropy(model(images), labels)
                     optimizer.zero_grad()
                     loss.backward()

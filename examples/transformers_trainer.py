@@ -45,9 +45,8 @@ def main(epochs: int, depth: int) -> None:
     trainer.train()
     for entry in trainer.state.log_history:
         if "kappa/attention.branch/worst" in entry:
-            print(
-                f"step {entry['step']}: worst kappa of attention {entry['kappa/attention.branch/worst']:.3g}"
-            )
+            worst = Monitor.text(entry, "kappa/attention.branch/worst")  # with a sign where it is a bound
+            print(f"step {entry['step']}: worst kappa of attention {worst}")
 
 
 if __name__ == "__main__":

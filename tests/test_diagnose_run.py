@@ -119,6 +119,19 @@ def test_a_run_that_was_interrupted_has_its_best_weights(tmp_path, monkeypatch) 
     assert "there are best ones" in result.output
 
 
+def test_weights_that_the_run_did_not_write_are_refused(trained, tmp_path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    file = folder / "best" / "model.safetensors"
+    state = load_file(file)
+    save_file({name: value + 0 if name != "head.bias" else value + 1 for name, value in state.items()}, file)
+    result = diagnose(folder)
+    assert result.exit_code == 1
+    assert "expected the weights that the run wrote" in result.stderr
+    assert "best/model.safetensors holds others" in result.stderr
+    assert diagnose(folder, "--weights", "last").exit_code == 0
+
+
 def test_a_run_without_weights(trained, tmp_path) -> None:
     (tmp_path / "recipe.toml").write_bytes((trained / "recipe.toml").read_bytes())
     result = diagnose(tmp_path)

@@ -1,5 +1,6 @@
 """Models by name: seeded, described, and with weights from files that cannot run code."""
 
+import argparse
 import json
 import pickle
 import random
@@ -20,6 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from wellposed.models import build, describe_weights, load_weights
+from wellposed.train import Recipe
+from wellposed.train.model import build_model
+from wellposed.train.start import start_from
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
 TV = {"image_size": 32, "num_classes": 5}
@@ -112,8 +116,7 @@ def test_names_with_a_tag():
         ("vit_tiny_patch16_224.nowhere", "did you mean vit_tiny_patch16_224"),
         ("qqqqqqqq", r"timm has no model 'qqqqqqqq'; timm.list_models\(\) lists all"),
         ("tv:vit_b_17", "torchvision has no model 'vit_b_17'; did you mean vit_b_16"),
-        ("keras:vit", r"expected a name of timm, hf:NAME \(transformers\) or tv:NAME"),
-        ("hf-hub:timm/vit", r"expected a name of timm, hf:NAME \(transformers\) or tv:NAME"),
+        ("keras:vit", r"expected a name of timm, hf-hub:NAME or local-dir:FOLDER"),
     ],
 )
 def test_unknown_names(name, message):
@@ -125,13 +128,39 @@ def test_unknown_names(name, message):
     ("options", "message"),
     [
         ({"pretrained": True, "weights": "a.safetensors"}, "weights= or pretrained=True, got both"),
-        ({"checkpoint_path": "a.pth"}, "checkpoint_path= is no option.*weights= takes a .safetensors"),
+        ({"checkpoint_path": "a.pth"}, "checkpoint_path= is no option.*weights= takes a file that is safe"),
+        ({"pretrained_cfg_overlay": {"file": "evil.pth"}}, "pretrained_cfg_overlay= is no option"),
+        ({"pretrained_cfg": {"url": "http://there/evil.pth"}}, "pretrained_cfg= is no option"),
+        ({"cache_dir": "somewhere"}, "cache_dir= is no option.*HF_HOME"),
+        ({"any": {"deep": ["evil.PTH"]}}, r"got any.deep='evil.PTH', which names a file or an address"),
+        ({"attn_implementation": "someone/kernel"}, "got attn_implementation='someone/kernel', which names"),
         ({"device": "cuda"}, "device= is no option of build.*use .to"),
     ],
 )
 def test_options_that_do_not_go(options, message):
     with pytest.raises(ValueError, match=message):
         build("vit_tiny_patch16_224", **options)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("it-ran"),)
+
+
+@pytest.mark.parametrize("option", ["pretrained_cfg", "pretrained_cfg_overlay"])
+def test_a_recipe_cannot_make_timm_load_a_file(option, tmp_path, monkeypatch):
+    """Timm up to 1.0.25 unpickles the file that these options name, with all the code in it."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(Evil(), "evil.pth")
+    loaded = []
+    monkeypatch.setattr("timm.models._builder.load_state_dict", lambda path, *_, **__: loaded.append(path))
+    given = Recipe(
+        model="vit_tiny_patch16_224", pretrained=True, model_options={option: {"file": "evil.pth"}}
+    )
+    with pytest.raises(ValueError, match=f"{option}= is no option of build: it can name what to load"):
+        build_model(given, 10, 3)
+    assert not loaded
+    assert not Path("it-ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -350,15 +379,72 @@ def test_pickles_are_refused_unread(name, tmp_path, capsys):
     assert "torch.load(" in str(caught.value)
 
 
+class Own:
+    """What a training script may put into its checkpoints, and unpickling may run."""
+
+
 def test_the_refusal_tells_how_to_convert(tmp_path):
     source = tiny(seed=3)
-    torch.save(source.state_dict(), tmp_path / "w.pth")
+    torch.save({"model": source.state_dict(), "config": Own()}, tmp_path / "w.pth")
     with pytest.raises(ValueError, match=r"got .*w.pth") as caught:
         tiny(weights=tmp_path / "w.pth")
     lines = [line.strip() for line in str(caught.value).splitlines() if line.startswith("    ")]
     assert len(lines) == 2
-    exec("\n".join(lines), {"torch": torch, "safetensors": safetensors})
+    assert "state['model'] or where else" in str(caught.value)
+    exec(
+        "\n".join([lines[0], "state = state['model']", lines[1]]),
+        {"torch": torch, "safetensors": safetensors},
+    )
     assert same(tiny(weights=tmp_path / "w.safetensors"), source)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrapped", "taken"),
+    [
+        ("w.pth", lambda state: state, ""),
+        ("w.pt", lambda state: {"model": state, "epoch": 3}, "its model"),
+        (
+            "w.pth.tar",
+            lambda state: {"state_dict": state, "args": argparse.Namespace(lr=1.0), "optimizer": {}},
+            "its state_dict",
+        ),
+        (
+            "w.ckpt",
+            lambda state: {"state_dict": {}, "state_dict_ema": {f"module.{k}": v for k, v in state.items()}},
+            "its state_dict_ema, without the prefix module.",
+        ),
+        (
+            "w.bin",
+            lambda state: {"model_ema": {f"_orig_mod.module.{k}": v for k, v in state.items()}, "model": {}},
+            "its model_ema, without the prefix _orig_mod., without the prefix module.",
+        ),
+    ],
+)
+def test_checkpoints_of_tensors_are_loaded_and_it_is_said_what_was_taken(name, wrapped, taken, tmp_path):
+    source = tiny(seed=3)
+    torch.save(wrapped(source.state_dict()), tmp_path / name)
+    model = tiny(weights=tmp_path / name)
+    assert same(model, source)
+    said = f"weights from {tmp_path / name}" + (f" ({taken})" if taken else "")
+    assert describe_weights(model) == said
+    fresh = tiny(seed=4)
+    assert start_from(fresh, tmp_path / name)[0].startswith(f"W{said[1:]}: ")
+    assert same(fresh, source)
+
+
+def test_a_checkpoint_without_weights_names_what_it_holds(tmp_path):
+    torch.save({"teacher": {"a": torch.zeros(1)}, "epoch": 1}, tmp_path / "w.pth")
+    with pytest.raises(ValueError, match=r"or under state_dict_ema.*got the keys teacher, epoch; save the"):
+        tiny(weights=tmp_path / "w.pth")
+
+
+def test_a_folder_of_transformers_with_a_pickle_alone(folder):
+    source = build(f"hf:{folder}")
+    torch.save(source.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    model = build(f"hf:{folder}", pretrained=True)
+    assert same(model, source)
+    assert describe_weights(model) == f"weights from {folder / 'pytorch_model.bin'}"
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", pickle.dumps(Trap()), b"\x10" + bytes(200)])
@@ -372,3 +458,65 @@ def test_corrupt_files(content, tmp_path):
 def test_no_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no .*w.safetensors"):
         load_weights(tiny(), tmp_path / "w.safetensors")
+
+
+@pytest.fixture
+def timm_folder(tmp_path):
+    """As timm's push_to_hf_hub writes it, and as the one who wants to run code would."""
+    source = tiny(seed=3)
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    save_file(source.state_dict(), folder / "model.safetensors")
+    torch.save(Evil(), folder / "evil.pth")
+    evil = {"file": str(folder / "evil.pth"), "url": "http://there/evil.pth", "custom_load": True}
+    facts = {"mean": [0.1, 0.2, 0.3], "num_classes": 5, "classifier": "head", "hf_hub_filename": "evil.pth"}
+    config = {
+        "architecture": "vit_tiny_patch16_224",
+        "model_args": {name: value for name, value in TINY.items() if name != "num_classes"},
+        "pretrained_cfg": {**facts, **evil},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return source, folder
+
+
+def test_a_folder_of_timm(timm_folder, monkeypatch):
+    source, folder = timm_folder
+    monkeypatch.chdir(folder)
+    model = build(f"local-dir:{folder}")
+    assert same(model, source)
+    assert describe_weights(model) == f"weights from {folder / 'model.safetensors'}"
+    assert model.pretrained_cfg["mean"] == [0.1, 0.2, 0.3]
+    assert not {"file", "url", "state_dict"} & {key for key, value in model.pretrained_cfg.items() if value}
+    assert build(f"local-dir:{folder}", num_classes=3).head.out_features == 3
+    assert not Path("it-ran").exists()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_args": {"pretrained_cfg": "x"}}))
+    with pytest.raises(ValueError, match="pretrained_cfg= is no option"):
+        build(f"local-dir:{folder}")
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"expected a JSON object in .*config.json"):
+        build(f"local-dir:{folder}")
+
+
+def test_a_model_of_timm_on_the_hub(timm_folder, monkeypatch):
+    source, folder = timm_folder
+    asked = []
+
+    def download(repository, file, revision):
+        asked.append((repository, file, revision))
+        return str(folder / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert not same(build("hf-hub:me/vit"), source)
+    assert asked == [("me/vit", "config.json", None)]
+    model = build("hf-hub:me/vit@v2", pretrained=True)
+    assert same(model, source)
+    assert asked[1:] == [("me/vit", "config.json", "v2"), ("me/vit", "model.safetensors", "v2")]
+    assert describe_weights(model) == "weights from hf-hub:me/vit@v2/model.safetensors"
+
+    def unreachable(*_, **__):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    with pytest.raises(OSError, match=r"timm's model me/vit \(no route to host\)"):
+        build("hf-hub:me/vit")

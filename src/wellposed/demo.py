@@ -19,6 +19,7 @@ from rich.progress import track
 from rich.table import Table
 
 from wellposed import __version__
+from wellposed.files import read_object
 from wellposed.study.trained.bases import digits_fields
 from wellposed.train.alone import alone_in
 from wellposed.train.recipe import Recipe
@@ -238,7 +239,7 @@ def _make_room(out: Path, recipes: Mapping[str, Any]) -> None:
     asked = json.loads(json.dumps({"version": __version__, "recipes": recipes}))
     (out / RUNS).mkdir(parents=True, exist_ok=True)
     with alone_in(out / RUNS):
-        before = json.loads((out / MARK).read_text(encoding="utf-8")) if strangers else {}
+        before = read_object(out / MARK) if strangers else {}
         if before.get("finished") is False and {name: before.get(name) for name in asked} == asked:
             return
         (out / PAGE).unlink(missing_ok=True)
@@ -255,7 +256,7 @@ def _write(out: Path, folders: Sequence[Path], rows: Sequence[Row]) -> None:
     from wellposed.report.page import write
 
     write(report_page(read_material(folders), title="wellposed demo"), out / PAGE)
-    mark = json.loads((out / MARK).read_text(encoding="utf-8"))
+    mark = read_object(out / MARK)
     write_json(out / MARK, mark | {"finished": True, "table": [_plain(row) for row in rows]})
 
 
@@ -269,8 +270,7 @@ def _plain(row: Row) -> dict[str, Any]:
 
 
 def _result(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    return found
+    return read_object(folder / "result.json")
 
 
 def _say(console: Console, text: str) -> None:

@@ -14,7 +14,7 @@ from wellposed.train.environment import without_secrets
 from wellposed.train.trained_run import IMAGES, open_run
 
 OF_A_RUN = ("best", "last")
-_LIBRARIES = ("hf", "tv")
+_LIBRARIES = ("hf", "tv", "hf-hub", "local-dir")
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ def named_model(
     if weights in OF_A_RUN:
         raise ValueError(
             f"--weights {weights} is of a run, got the model {name}; name the run's folder in its place, or "
-            "a .safetensors file as --weights."
+            "a file of weights as --weights."
         )
     options = dict(options)
     if image_size is not None:
-        size = "image_size" if ":" in name else "img_size"
+        size = "image_size" if name.startswith(("hf:", "tv:")) else "img_size"
         if size in options:
             raise ValueError(f"expected --image-size or --model-option {size}=, got both; leave one out.")
         options[size] = image_size

@@ -5,6 +5,10 @@ class UnknownModelError(ValueError):
     """The model holds no block class that the library knows."""
 
 
+class WorkerDiedError(RuntimeError):
+    """A process that reads images ended before its time."""
+
+
 class WrappedModelError(ValueError):
     """The model is compiled, sharded or replicated already; edits come before wrapping."""
 

@@ -1,15 +1,17 @@
 """Models by name, and their weights from files that cannot run code.
 
-A plain name is timm's, ``hf:NAME`` is transformers' (a folder with a config.json, or a name on the hub) and
-``tv:NAME`` torchvision's.
+A plain name is timm's, and so are ``hf-hub:NAME`` and ``local-dir:FOLDER``. ``hf:NAME`` is transformers' (a
+folder with a config.json, or a name on the hub) and ``tv:NAME`` torchvision's.
 
 >>> model = build("vit_tiny_patch16_224", depth=2, img_size=32)
 >>> describe_weights(model)
 'random weights (seed 0)'
 """
 
+import argparse
 import difflib
 import importlib
+import os
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -23,15 +25,23 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import wellposed.convmixer_tiny  # noqa: F401  registers a model with timm
+from wellposed.files import read_object
 from wellposed.probes.model_input import is_of
 from wellposed.probes.observe import plain
 
 _described: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 
+_LOADS = "it can name what to load, and a file of weights can run code; weights= takes a file that is safe"
 _REFUSED_OPTIONS = {
-    "checkpoint_path": "weights= takes a .safetensors file",
+    "checkpoint_path": _LOADS,
+    "pretrained_cfg": _LOADS,
+    "pretrained_cfg_overlay": _LOADS,
+    "cache_dir": "the environment variable HF_HOME says where downloads are kept",
+    "trust_remote_code": "code that comes with weights is never run",
     "device": "models are built on the CPU, where equal seeds give equal weights; use .to(device) afterwards",
 }
+_LOADED = (".pth", ".pt", ".tar", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy", ".safetensors", ".py")
+"""Endings of files that libraries load."""
 
 
 def build(
@@ -40,22 +50,31 @@ def build(
     """A model in evaluation mode.
 
     Args:
-        name: of timm, or ``hf:NAME_OR_FOLDER``, or ``tv:NAME``.
-        weights: a .safetensors file, see :func:`load_weights`.
-        pretrained: the library's own weights. A folder of transformers that holds weights loads them anyway.
+        name: of timm, ``hf-hub:NAME`` or ``local-dir:FOLDER`` as timm has them, ``hf:NAME_OR_FOLDER`` of
+            transformers, or ``tv:NAME``.
+        weights: a .safetensors, .pth, .pt, .bin or .ckpt file, see :func:`load_weights`.
+        pretrained: the library's own weights. A folder that holds weights loads them anyway.
         seed: of random weights. The state of the global generators stays as it is.
         options: for the library: ``num_classes``, ``img_size``, ...; for transformers, of its configuration.
     """
     if weights is not None and pretrained:
         raise ValueError("expected weights= or pretrained=True, got both; leave one of them out.")
-    for option, remedy in _REFUSED_OPTIONS.items():
-        if option in options:
-            raise ValueError(f"{option}= is no option of build: {remedy}.")
+    _check_options(options)
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be at least 0 and below 2**63, got {seed}.")
     prefix, colon, rest = name.partition(":")
-    builders: dict[str, _Builder] = {"hf": _build_transformers, "tv": _build_torchvision}
+    if prefix == "hf" and weights is None:
+        weights = _pickled_in(Path(rest).expanduser())
+    builders: dict[str, _Builder] = {
+        "hf": _build_transformers,
+        "tv": _build_torchvision,
+        "hf-hub": _build_of_hub,
+        "local-dir": _build_of_folder,
+    }
     if colon and prefix not in builders:
         raise ValueError(
-            f"expected a name of timm, hf:NAME (transformers) or tv:NAME (torchvision), got {name!r}."
+            "expected a name of timm, hf-hub:NAME or local-dir:FOLDER (timm's too), hf:NAME (transformers) "
+            f"or tv:NAME (torchvision), got {name!r}."
         )
     builder, own_name = (builders[prefix], rest) if colon else (_build_timm, name)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -65,6 +84,33 @@ def build(
     if weights is not None:
         load_weights(model, weights)
     return model.eval()
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for option, remedy in _REFUSED_OPTIONS.items():
+        if option in options:
+            raise ValueError(f"{option}= is no option of build: {remedy}.")
+    for option, value in options.items():
+        _refuse_places(option, value)
+
+
+def _refuse_places(option: str, value: Any) -> None:
+    """Refuse what names a file or an address: libraries load it, and some of them run the code in it."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            _refuse_places(f"{option}.{key}", each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _refuse_places(option, each)
+    elif isinstance(value, os.PathLike) or (isinstance(value, str) and _is_place(value)):
+        raise ValueError(
+            f"expected numbers and words as options of a model, got {option}={str(value)!r}, which names a "
+            "file or an address that would be loaded; leave it out. weights= takes a file of weights."
+        )
+
+
+def _is_place(text: str) -> bool:
+    return any(mark in text for mark in ("/", "\\", ":")) or Path(text).suffix.lower() in _LOADED
 
 
 def describe_weights(model: nn.Module) -> str:
@@ -81,12 +127,15 @@ def say_weights(model: nn.Module, words: str) -> None:
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Load a .safetensors file that fits the model exactly; if it does not, nothing is loaded.
+    """Load a file of weights that fits the model exactly; if it does not, nothing is loaded.
 
-    Of tied parameters the file may hold one.
+    Of tied parameters the file may hold one. A ``.safetensors`` file holds weights alone. Of another one,
+    such as a checkpoint of timm's, what can run code is refused; the weights may lie under
+    ``state_dict_ema``, ``model_ema``, ``state_dict`` or ``model``, the first of these is taken, and the
+    prefixes ``module.`` and ``_orig_mod.`` are stripped. :func:`describe_weights` says so.
     """
     path = Path(path)
-    state = read_weights(path)
+    state, taken = read_weights(path)
     inner = plain(model)
     _share_tied(inner, state)
     wrong = misfits(inner.state_dict(), state)
@@ -100,7 +149,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
             "(num_classes=, img_size=, ...)."
         )
     inner.load_state_dict(state)
-    _described[inner] = f"weights from {path}"
+    _described[inner] = from_file(path, taken)
 
 
 def _share_tied(model: nn.Module, state: dict[str, Tensor]) -> None:
@@ -167,6 +216,84 @@ def _build_timm(
     return model, f"timm's pretrained weights ({model.pretrained_cfg['tag']})"  # type: ignore[index]
 
 
+_FACTS = (
+    *("num_classes", "input_size", "test_input_size", "fixed_input_size", "pool_size", "first_conv", "tag"),
+    *("classifier", "mean", "std", "interpolation", "crop_pct", "test_crop_pct", "crop_mode"),
+)
+"""What is taken of timm's configuration in a folder; the rest names files and addresses."""
+
+
+def _build_of_folder(
+    name: str, pretrained: bool, file_follows: bool, options: dict[str, Any]
+) -> tuple[nn.Module, str]:
+    """A model of timm, of a folder with a config.json; the weights that it holds are loaded."""
+    folder = Path(name).expanduser()
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"expected a folder with timm's config.json, there is none in {folder}.")
+    config = read_object(folder / "config.json")
+    told = config.get("pretrained_cfg", config)  # older ones are flat
+    arguments = config.get("model_args") or {}
+    architecture = config.get("architecture")
+    if not (isinstance(architecture, str) and isinstance(told, dict) and isinstance(arguments, dict)):
+        raise ValueError(
+            f"expected timm's architecture, model_args and pretrained_cfg in {folder}/config.json."
+        )
+    if not timm.is_model(architecture):
+        raise _unknown("timm", architecture, timm.list_models(), "timm.list_models()")
+    _check_options(arguments)
+    held = next((folder / each for each in _HELD if (folder / each).is_file()), None)
+    state, words = (None, "") if held is None or file_follows else read_weights(held)
+    if state is None and pretrained:
+        raise ValueError(
+            f"expected {' or '.join(_HELD)} in {folder}, there is neither; leave pretrained out."
+        )
+    facts = {key: told[key] for key in _FACTS if key in told}
+    if "num_classes" in config:
+        facts["num_classes"] = config["num_classes"]
+    try:
+        model: nn.Module = timm.create_model(
+            architecture,
+            pretrained=state is not None,
+            pretrained_cfg=facts | ({} if state is None else {"state_dict": state}),
+            **{**arguments, **options},
+        )
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the weights in {held} do not fit {architecture}: {reason}") from error
+    model.pretrained_cfg.pop("state_dict", None)  # type: ignore[union-attr, operator]
+    return model, "" if held is None or state is None else from_file(held, words)
+
+
+_HELD = ("model.safetensors", "pytorch_model.bin")
+
+
+def _build_of_hub(
+    name: str, pretrained: bool, file_follows: bool, options: dict[str, Any]
+) -> tuple[nn.Module, str]:
+    """A model of timm, of a repository on the hub; ``NAME@REVISION`` is one of its versions."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    repository, _, revision = name.partition("@")
+
+    def fetched(file: str) -> Path:
+        return Path(hf_hub_download(repository, file, revision=revision or None))
+
+    try:
+        folder = fetched("config.json").parent
+        if pretrained:
+            try:
+                fetched(_HELD[0])
+            except LocalEntryNotFoundError:
+                raise  # no network
+            except EntryNotFoundError:
+                fetched(_HELD[1])
+    except Exception as error:  # of the hub, of the network, of a name that is none
+        raise _not_fetched(f"timm's model {name}", error) from error
+    model, words = _build_of_folder(str(folder), pretrained, file_follows or not pretrained, options)
+    return model, words.replace(str(folder), f"hf-hub:{name}")
+
+
 def _build_torchvision(
     name: str, pretrained: bool, file_follows: bool, options: dict[str, Any]
 ) -> tuple[nn.Module, str]:
@@ -227,15 +354,22 @@ def _build_transformers(
     return model, _loaded_words(name, model, loaded)
 
 
+def _pickled_in(folder: Path) -> Path | None:
+    """The weights that a folder of transformers holds as a pickle alone."""
+    pickled = folder / "pytorch_model.bin"
+    return pickled if pickled.is_file() and not _safetensors_in(folder) else None
+
+
+def _safetensors_in(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+
+
 def _has_safetensors(folder: Path, pretrained: bool, file_follows: bool) -> bool:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"expected a config.json in {folder}; model.save_pretrained writes one.")
-    if any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+    if _safetensors_in(folder):
         return True
-    pickles = sorted(folder.glob("pytorch_model*.bin"))
-    if pickles and not file_follows:
-        raise ValueError(_refuse_pickle(pickles[0], folder / "model.safetensors"))
-    if pretrained:
+    if pretrained and not file_follows:
         raise ValueError(
             f"expected weights in {folder}, there is no model.safetensors; leave pretrained out."
         )
@@ -265,16 +399,62 @@ def _loaded_words(name: str, model: nn.Module, loaded: dict[str, Any]) -> str:
     return f"weights from {name}, but {len(missing)} of {total} tensors random, not in it ({few(missing)})"
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    if path.suffix != ".safetensors":
-        raise ValueError(_refuse_pickle(path, path.with_suffix(".safetensors")))
+_INSIDE = ("state_dict_ema", "model_ema", "state_dict", "model")
+"""Where checkpoints hold weights; averaged ones first, as timm takes them."""
+_PREFIXES = ("module.", "_orig_mod.")
+"""Of DistributedDataParallel and torch.compile."""
+
+
+def read_weights(path: Path) -> tuple[dict[str, Tensor], str]:
+    """The tensors of a file, and in words what of the file was taken where that is not all of it."""
     if not path.is_file():
         raise FileNotFoundError(f"expected a file of weights, there is no {path}.")
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path), ""
+        except SafetensorError as error:
+            raise _unreadable(path, error) from error
+    return _plain_state(_unpickled(path), path)
+
+
+def _unpickled(path: Path) -> Any:
+    """What torch reads of a pickle without running any code in it."""
     try:
-        state: dict[str, Tensor] = load_file(path)
-    except SafetensorError as error:
-        raise _unreadable(path, error) from error
-    return state
+        # timm's checkpoints hold the options of train.py so.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # the reader of pickles raises many kinds on a damaged file
+        raise ValueError(_refuse_pickle(path, error)) from error
+
+
+def _plain_state(content: Any, path: Path) -> tuple[dict[str, Tensor], str]:
+    """The weights in a checkpoint, under the names of the plain model."""
+    keys = content if isinstance(content, dict) else {}
+    inside = next((name for name in _INSIDE if _is_state(keys.get(name))), None)
+    state = content if inside is None else content[inside]
+    if not _is_state(state):
+        held = f"the keys {few(map(str, keys))}" if keys else f"a {type(content).__name__}"
+        raise ValueError(
+            f"expected weights by name in {path}, or under {', '.join(_INSIDE)}, got {held}; save the "
+            "model's state_dict() alone."
+        )
+    taken = [] if inside is None else [f"its {inside}"]
+    while prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in state)), None):
+        taken.append(f"without the prefix {prefix}")
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return dict(state), ", ".join(taken)
+
+
+def _is_state(value: Any) -> bool:
+    is_named = isinstance(value, dict) and all(isinstance(name, str) for name in value)
+    return is_named and bool(value) and all(isinstance(each, Tensor) for each in value.values())
+
+
+def from_file(path: Path, taken: str) -> str:
+    """Where weights are from, for a report."""
+    return f"weights from {path}" + (f" ({taken})" if taken else "")
 
 
 def _unreadable(place: object, error: SafetensorError) -> ValueError:
@@ -284,12 +464,14 @@ def _unreadable(place: object, error: SafetensorError) -> ValueError:
     )
 
 
-def _refuse_pickle(path: Path, converted: Path) -> str:
+def _refuse_pickle(path: Path, error: Exception) -> str:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
-        f"expected a .safetensors file, got {path}: a pickle can run code, so it is not loaded. "
-        "Convert it, with state['model'] or state['state_dict'] where the weights lie deeper:\n"
-        f"    state = torch.load({str(path)!r}, map_location='cpu', weights_only=True)\n"
-        f"    safetensors.torch.save_file(state, {str(converted)!r})"
+        f"expected tensors alone, got {path}: a pickle can run code, so one that holds more, or is damaged, "
+        f"is not loaded ({reason}). If you trust it, convert it, with state['model'] or where else the "
+        "weights lie:\n"
+        f"    state = torch.load({str(path)!r}, map_location='cpu', weights_only=False)\n"
+        f"    safetensors.torch.save_file(state, {str(path.with_suffix('.safetensors'))!r})"
     )
 
 
@@ -307,7 +489,7 @@ def _unknown(library: str, name: str, known: list[str], where: str) -> ValueErro
     return ValueError(f"{library} has no model {name!r}; {hint}{where} lists all.")
 
 
-def _not_fetched(what: str, error: OSError) -> OSError:
+def _not_fetched(what: str, error: Exception) -> OSError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return OSError(
         f"could not get {what} ({reason}); "

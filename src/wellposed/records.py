@@ -4,14 +4,16 @@ A record says what was measured, where, and how the number was made: which estim
 which tolerance, from how many images, and whether it is the value or only a bound of it.
 """
 
-import csv
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from wellposed.files import read_json as read_any_json
+from wellposed.files import write_cells, write_text
 
 Status = Literal["ok", "at least", "at most", "not converged", "not measured"]
 """``at least`` and ``at most``: the value is a bound, the arithmetic cannot tell more. ``not measured``:
@@ -33,6 +35,7 @@ class Record:
         bound: what a theorem says the value stays below.
         verdicts: for how many images (or windows) the bound holds, holds because it is infinite, is
             violated, cannot be told.
+        margins: bound over value, the median and the smallest over the images (or windows) where it is known.
         images: from how many images.
         status: see :data:`Status`.
         note: what a reader should know beside.
@@ -54,6 +57,7 @@ class Record:
     high: float | None = None
     bound: float | None = None
     verdicts: tuple[int, ...] = ()
+    margins: tuple[float, ...] = ()
     images: int = 0
     status: Status = "ok"
     note: str = ""
@@ -91,15 +95,30 @@ class Record:
 
 
 def short(value: float) -> str:
-    """Three digits, with an exponent where it is shorter.
+    """Three digits, with an exponent where it is shorter; also of what is not finite.
 
-    >>> short(0.98765), short(123456.0), short(3e7)
-    ('0.988', '1.23e5', '3e7')
+    >>> short(0.98765), short(123456.0), short(3e7), short(math.inf)
+    ('0.988', '1.23e5', '3e7', 'inf')
     """
+    if not math.isfinite(value):
+        return str(value)
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     mantissa, exponent = f"{value:.2e}".split("e")
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+AT_LEAST = "/at_least"
+"""Where numbers are kept by name, ``NAME/at_least`` beside NAME says that its number is a lower bound."""
+
+
+def named_text(numbers: Mapping[str, Any], name: str) -> str:
+    """A number by its name for people, as :meth:`Record.text`.
+
+    >>> named_text({"kappa/0/input": 9.9e6, "kappa/0/input/at_least": 1.0}, "kappa/0/input")
+    '≥ 9.9e6'
+    """
+    return ("≥ " if numbers.get(name + AT_LEAST) else "") + short(numbers[name])
 
 
 def dtype_name(dtype: object) -> str:
@@ -107,18 +126,14 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_SEQUENCES = ("verdicts", "samples", "at_least", "curve")
+_SEQUENCES = ("verdicts", "margins", "samples", "at_least", "curve")
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Record) if field.name not in _SEQUENCES)
 
 
 def write_csv(records: Iterable[Record], path: str | Path) -> None:
     """One line a record, with ``log``; the samples and curves are in the JSON alone."""
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([*_COLUMNS, "log"])
-        for record in records:
-            row = [getattr(record, name) for name in _COLUMNS]
-            writer.writerow(["" if value is None else value for value in (*row, record.log)])
+    rows = ([*(getattr(record, name) for name in _COLUMNS), record.log] for record in records)
+    write_cells(path, [[*_COLUMNS, "log"], *rows])
 
 
 def to_dict(record: Record) -> dict[str, Any]:
@@ -136,21 +151,39 @@ def from_dict(values: dict[str, Any]) -> Record:
     if unknown:
         raise ValueError(f"a record has the fields {', '.join(sorted(known))}, got {', '.join(unknown)} too.")
     fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    for name, value in fields.items():
+        if not _fits(name, value):
+            raise ValueError(f"a record has other values as its {name}, got {str(value)[:40]!r}.")
     return Record(**fields)
+
+
+def _fits(name: str, value: Any) -> bool:
+    if name in _SEQUENCES:
+        return isinstance(value, tuple) and all(_is_number(each) or each is None for each in value)
+    if name == "status":
+        return value in get_args(Status)
+    if name in ("measure", "module", "position", "note", "estimator", "dtype"):
+        return isinstance(value, str)
+    # In studies the head may be "each".
+    return value is None or _is_number(value) or (name == "head" and isinstance(value, str))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def write_json(records: Sequence[Record], about: dict[str, Any], path: str | Path) -> None:
     """One JSON object: ``about`` and ``records``."""
     content = {"about": about, "records": [to_dict(record) for record in records]}
-    Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: str | Path) -> tuple[list[Record], dict[str, Any]]:
     """What :func:`write_json` wrote."""
-    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    content = read_any_json(path)
     expected = {"about": dict, "records": list}
     is_one = isinstance(content, dict) and all(isinstance(content.get(k), v) for k, v in expected.items())
-    if not is_one:
+    if not is_one or not all(isinstance(record, dict) for record in content["records"]):
         raise ValueError(
             f"expected a diagnosis with 'about' and 'records' in {path}; Diagnosis.to_json writes one."
         )

@@ -20,6 +20,9 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
     )
 
 
+MOST_INDICES = 100_000
+
+
 def indices(text: str, name: str = "blocks") -> list[int]:
     """Indices of a text such as 0,3,8-11; ``name`` is what an error calls it.
 
@@ -28,9 +31,11 @@ def indices(text: str, name: str = "blocks") -> list[int]:
     """
     found: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
+        match = re.fullmatch(r"\s*([0-9]{1,18})(?:-([0-9]{1,18}))?\s*", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
         if last < first:
             raise ValueError(f"{name} must be indices such as 0,3,11 or 0-5, got {text!r}.")
+        if len(found) + last - first >= MOST_INDICES:
+            raise ValueError(f"{name} must be at most {MOST_INDICES:,} indices, got {text!r}.")
         found += range(first, last + 1)
     return found

@@ -400,7 +400,10 @@ def test_unknown_attention_is_not_measured_and_says_what_was_found(taught):
 
 def test_the_table_adds_up():
     def record(value: float, bound: float | None, verdicts: tuple[int, ...], head: int | None) -> Record:
-        return Record(measure="kappa 4.1 linear", value=value, bound=bound, verdicts=verdicts, head=head)
+        # Over its images: one has less room than the medians say.
+        margins = (bound / value, bound / value / 2) if bound else ()
+        where = {"value": value, "bound": bound, "verdicts": verdicts, "margins": margins, "head": head}
+        return Record(measure="kappa 4.1 linear", **where)
 
     records = [
         record(2.0, 4.0, (1, 0, 1, 0), None),
@@ -410,7 +413,7 @@ def test_the_table_adds_up():
     records.append(Record(measure="kappa ffn", value=None, status="not measured", note="no MLP"))
     again = [from_dict(to_dict(record)) for record in records]
     assert bounds_table(again).rows == (
-        ("kappa 4.1 linear", "2", "0", "1", "1", "x1.25", "x0.5"),
+        ("kappa 4.1 linear", "2", "0", "1", "1", "x1.25", "x0.25"),
         ("kappa 4.1 linear, heads", "0", "1", "0", "0", "-", "-"),
     )
     assert bounds_table(records[-1:]).rows == ()

@@ -91,3 +91,28 @@ def test_compiled_model_in_training() -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert monitor(0)
         compiled(x).sum().backward()
+
+
+def rank_deficient() -> nn.Module:
+    """Its last block writes the same to every token, so that what enters no block tells a kappa apart."""
+    model = VIT.model()
+    with torch.no_grad():
+        for parameter in model.blocks[0].attn.parameters():
+            parameter.zero_()
+    return model
+
+
+def test_a_bound_says_that_it_is_one() -> None:
+    model, x = rank_deficient(), VIT.input(4)
+    numbers = Monitor(model, x, attention_images=4).measure()
+    records = wp.diagnose(model, x).select("kappa")
+    bounds = {
+        f"kappa/{record.block}/{record.position}" for record in records if record.status == "at least"
+    } & numbers.keys()
+    assert "kappa/0/attention.branch" in bounds
+    assert bounds < {key for key in numbers if key.startswith("kappa/") and "worst" not in key}
+    said = {key.removesuffix("/at_least") for key in numbers if key.endswith("/at_least")}
+    assert said == bounds | {"kappa/attention.branch/worst"}
+    for key in said:
+        assert Monitor.text(numbers, key).startswith("≥ ")
+    assert not Monitor.text(numbers, "kappa/0/input").startswith("≥")

@@ -12,11 +12,14 @@ import torch
 
 import report_material as make
 from wellposed.probes.diagnosis import Diagnosis
+from wellposed.records import Record
 from wellposed.report import LIMIT, read_data, read_material, report_page
 from wellposed.report.charts import picked
 from wellposed.report.packing import pack, unpacked
 from wellposed.report.page import LIBRARIES
 from wellposed.report.thinning import thin
+from wellposed.train import Recipe
+from wellposed.train.report import Reporter
 
 STUDIES = Path(__file__).parents[2] / "results" / "studies"
 
@@ -338,3 +341,69 @@ def _text(page: str) -> str:
     body = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
     words = re.sub(r"<[^>]+>", "", re.sub(r"</(p|li|h\d|ul)>", " ", body))
     return re.sub(r"\s+", " ", words).replace("&#x27;", "'").replace("&lt;", "<").replace("&amp;", "&")
+
+
+def bounded(*bounds: tuple[int, str], others: float = 20.0) -> list[Record]:
+    """Kappa of two blocks, at some places a lower bound that is the same everywhere."""
+    places = [(block, position) for block in (0, 1) for position in make.POSITIONS if "skip" not in position]
+    return [
+        Record(
+            measure="kappa",
+            value=9.88e6 + block if (block, position) in bounds else others + block,
+            status="at least" if (block, position) in bounds else "ok",
+            block=block,
+            position=position,
+            images=4,
+        )
+        for block, position in places
+    ]
+
+
+def of_diagnosis(tmp_path: Path, records: list[Record]) -> str:
+    Diagnosis(tuple(records), {"model": "vit", "images": 4}).save(tmp_path / "diagnosed")
+    return report_page(read_material([tmp_path / "diagnosed"]))
+
+
+def test_bounds_are_not_ranked(tmp_path: Path) -> None:
+    page = of_diagnosis(tmp_path, bounded((0, "input"), (1, "ffn.branch")))
+    assert (
+        "In diagnosed the worst place cannot be told: kappa exceeds what the arithmetic can tell at 2 places "
+        "(block 0, input; block 1, ffn.branch), where it is at least 9.88e6, up to ≥ 9.88e6"
+    ) in _text(page)
+    (row,) = read_data(page)["runs"]
+    assert (row["bound"], row["place"]) == ("lower bound", "one of 2, which are bounds")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "said"),
+    [
+        ([], "what attention adds is 1 times better conditioned"),
+        ([(0, "attention.branch")], "what attention adds is at least 703 times worse conditioned"),
+        ([(0, "attention.branch"), (1, "ffn.branch")], None),
+    ],
+)
+def test_no_ratio_is_made_of_two_bounds(
+    tmp_path: Path, bounds: list[tuple[int, str]], said: str | None
+) -> None:
+    page = _text(of_diagnosis(tmp_path, bounded(*bounds)))
+    assert said in page if said else "conditioned than" not in page
+
+
+def test_the_monitor_of_a_run_says_bound_on_its_page_and_in_its_table(tmp_path: Path) -> None:
+    recipe = Recipe(model="test_vit")
+    with Reporter(tmp_path / "run", recipe, updates=20, start=0, main=True, quiet=True) as tell:
+        tell.measured(0, {"kappa/0/input": 5.0, "kappa/input/worst": 5.0})
+        tell.measured(
+            20,
+            {"kappa/0/input": 9.88e6, "kappa/0/input/at_least": 1.0}
+            | {"kappa/input/worst": 9.88e6, "kappa/input/worst/at_least": 1.0},
+        )
+        tell.event("finished", update=20)
+        result = tell.write_result()
+        assert "5 -> ≥ 9.88e6 (worst block)" in str(tell.table())
+    assert result["kappa"] == {"input": {"first": 5.0, "last": 9.88e6, "last/at_least": 1.0}}
+    page = report_page(read_material([tmp_path / "run"]))
+    data = read_data(page)
+    assert [(row["value"], row["status"]) for row in data["training"]] == [(5.0, "ok"), (9.88e6, "at least")]
+    assert [(row["kappa"], row["status"]) for row in data["conditioning"]] == [(9.88e6, "at least")]
+    assert "block 0, input: kappa ≥ 9.88e6" in _text(page)

@@ -424,3 +424,16 @@ def test_a_full_disk_leaves_the_old_weights(tmp_path, monkeypatch) -> None:
         export(tmp_path / "best", model, Recipe(), VIT, update=2)
     assert json.loads((tmp_path / "best" / "config.json").read_text())["wellposed"]["update"] == 1
     assert os.listdir(tmp_path) == ["best"]
+
+
+def test_names_in_the_card_are_text(tmp_path) -> None:
+    """Names of classes and data are somebody else's."""
+    hostile = "[x](http://y) <img src=z>`|\n# *b*"
+    recipe = Recipe(model="vit_tiny_patch16_224", data=f"wds:{hostile}")
+    export(tmp_path, make(recipe.model, VIT), recipe, VIT, classes=(hostile, "b"))
+    card = (tmp_path / "README.md").read_text()
+    text = re.sub(r"(`+)[^`].*?\1", "", card.replace("\\`", ""))  # without code
+    assert "<img" not in text
+    assert "\n# *b*" not in card
+    assert "[x](" not in text.replace("\\[x\\](", "")
+    assert r"0: \[x\](http://y) &lt;img src=z&gt;\`\| # \*b\*, 1: b" in card

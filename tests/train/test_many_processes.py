@@ -1,6 +1,7 @@
 """Two processes equal one at the same global batch, replicated or sharded, also when one is killed."""
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -13,23 +14,30 @@ from safetensors.torch import load_file
 
 from distributed_run import FIELDS
 from short_runs import run
+from wellposed.train import Recipe
 from wellposed.train.report import read_run
+from wellposed.train.setup import make_accelerator
 
 TESTS = Path(__file__).parent.parent
 
 
 def launch(folder: Path, *arguments: str) -> None:
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3")
+    torchrun("--max-restarts=3", str(TESTS / "distributed_run.py"), str(folder), *arguments)
+
+
+def torchrun(*arguments: str) -> str:
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
     }
     # One at a time: two launchers that look for a free port at the same moment may find the same.
     with (Path(tempfile.gettempdir()) / "wellposed-torchrun.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         ended = subprocess.run(
-            [sys.executable, *command, str(TESTS / "distributed_run.py"), str(folder), *arguments],
+            [sys.executable, *command],
             env=environment,
             capture_output=True,
             text=True,
@@ -37,6 +45,7 @@ def launch(folder: Path, *arguments: str) -> None:
             check=False,
         )
     assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stderr
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +105,27 @@ def test_a_loss_that_one_process_cannot_tell_stops_all(tmp_path) -> None:
     newest = max((folder / "checkpoints").iterdir())
     assert newest.name == "update-00000005"
     assert load_file(newest / "optimizer.safetensors")["head.weight/step"] == 5
+
+
+def test_the_documented_command_without_a_gpu_is_one_run_on_two_processes(tmp_path) -> None:
+    """As it stands in docs/many-nodes.md: no --device, which is what --device cpu hid."""
+    folder = tmp_path / "run"
+    recipe = ("--epochs", "2", "--limit", "320", "--batch-size", "32", "--out", str(folder))
+    said = torchrun("--max-restarts=2", "-m", "wellposed", "train", *recipe)
+    assert "Traceback" not in said
+    lines = read_run(folder)
+    assert [line["event"] for line in lines].count("start") == 1
+    assert {line["update"] for line in lines if line["event"] == "train"} == {20}
+    result = json.loads((folder / "result.json").read_text())
+    assert result["about"]["processes"] == 2
+    assert result["train"]["accuracy"] is not None
+    weights, best = (load_file(folder / name / "model.safetensors") for name in ("last", "best"))
+    assert weights.keys() == best.keys() > {"head.weight", "patch_embed.proj.weight"}
+
+
+def test_processes_that_were_not_joined_are_refused(tmp_path, monkeypatch) -> None:
+    """Else each would train the whole batch alone, into the same folder."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match=r"expected one run on 2 processes.*got process 0 of 1"):
+        make_accelerator(Recipe(), [], tmp_path)

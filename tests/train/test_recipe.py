@@ -30,7 +30,7 @@ def test_every_number_has_a_range() -> None:
     ("field", "good", "bad", "words"),
     [
         ("epochs", 1, 0, "at least 1"),
-        ("seed", 0, -1, "at least 0"),
+        ("seed", 0, -1, "at least 0 and below 2**63"),
         ("flip", 1.0, 1.01, "in [0, 1]"),
         ("crop_scale", 1.0, 0.0, "in (0, 1]"),
         ("holdout", 0.99, 1.0, "in (0, 1)"),

@@ -165,3 +165,28 @@ def test_the_callers_generators_stay_as_they_are(tmp_path) -> None:
     before = torch.get_rng_state()
     run(tmp_path, epochs=1, drop_path=0.5)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_lines_after_a_resume_inside_a_log_interval_are_whole(tmp_path, monkeypatch) -> None:
+    """Log at 4, 8, 12; stopped after 6, the line of 8 is of 4 updates and not of the last 2."""
+    fields = {"log_every": 4, "monitor_every": 3}
+    run(tmp_path / "whole", **fields)
+    with monkeypatch.context() as patch:
+        signal_at(patch, 6, signal.SIGTERM)
+        assert run(tmp_path / "parted", **fields).status == "terminated"
+    assert run(tmp_path / "parted", **fields).status == "finished"
+    told = [
+        [
+            {
+                name: value
+                for name, value in line.items()
+                if name not in ("time", "seconds", "images_per_second")
+            }
+            for line in read_run(tmp_path / name)
+            if line["event"] in ("train", "test", "monitor")
+        ]
+        for name in ("whole", "parted")
+    ]
+    # The measurement after update 6 was due when the signal came.
+    assert [line["update"] for line in told[0] if line["event"] == "monitor"] == [0, 3, 6, 9, 12]
+    assert told[1] == told[0]

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from wellposed.interrupts import uninterrupted
+
 _SIDE = 224  # what image models take that do not say a size
 
 
@@ -202,19 +204,23 @@ _MAKERS = {
 
 @contextlib.contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Puts back the mode of every module and the state of every random generator."""
+    """Puts back the mode of every module and the state of every random generator.
+
+    Ctrl-C is held back inside; see :func:`wellposed.interrupts.let_through`.
+    """
     training = [(module, module.training) for module in model.modules()]
     kind = next((p.device.type for p in model.parameters() if p.device.type not in ("cpu", "meta")), None)
     devices = {p.device for p in model.parameters() if p.device.type == kind}
     python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices, device_type=kind or "cuda"):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for module, mode in training:
-            module.training = mode
+    with uninterrupted():
+        try:
+            with torch.random.fork_rng(devices, device_type=kind or "cuda"):
+                yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            for module, mode in training:
+                module.training = mode
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:

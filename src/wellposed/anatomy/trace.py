@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
+from wellposed.interrupts import let_through
+
 ADDS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
 """Operations that add one tensor to another."""
 
@@ -167,6 +169,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        let_through()
         arguments = [(i, x) for i, x in enumerate(args)] + list(kwargs.items())
         tensors = tuple(
             (place, self._value(x))

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from wellposed.bench.growth import GrowthRow
 from wellposed.bench.steps import StepRow
+from wellposed.files import read_object, write_cells, write_text
 from wellposed.train.environment import environment
 
 STEPS, GROWTH, PICTURE = "graying-steps", "graying-growth", "graying-growth.png"
@@ -20,13 +21,8 @@ def write_rows(rows: Sequence[StepRow] | Sequence[GrowthRow], folder: Path, name
     path = folder / f"{name}.csv"
     kind = GrowthRow if name == GROWTH else StepRow
     columns = [field.name for field in dataclasses.fields(kind)]
-    unfinished = path.with_suffix(".csv.part")
-    with unfinished.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        for row in rows:
-            writer.writerow([_text(getattr(row, column)) for column in columns])
-    unfinished.replace(path)
+    cells = ([_text(getattr(row, column)) for column in columns] for row in rows)
+    write_cells(path, [columns, *cells], lineterminator="\n")
     return path
 
 
@@ -34,7 +30,7 @@ def write_environment(folder: Path, name: str, about: dict[str, Any]) -> None:
     """Write ``name``.json: versions, device, command, and what was measured how."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {**environment(), "about": about}
-    (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_text(folder / f"{name}.json", json.dumps(content, indent=1) + "\n")
 
 
 def read_steps(folder: Path) -> list[StepRow]:
@@ -47,7 +43,7 @@ def read_growth(folder: Path) -> list[GrowthRow]:
 
 def read_about(folder: Path, name: str) -> dict[str, Any]:
     path = folder / f"{name}.json"
-    about = json.loads(path.read_text(encoding="utf-8")).get("about", {}) if path.is_file() else {}
+    about = read_object(path).get("about", {}) if path.is_file() else {}
     return dict(about)
 
 

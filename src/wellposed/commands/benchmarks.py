@@ -8,6 +8,7 @@ import typer
 
 from wellposed.commands.app import app, plain_errors
 from wellposed.commands.lists import numbers, parts
+from wellposed.files import write_text
 from wellposed.train import options
 from wellposed.train.recipe_file import combine
 
@@ -38,7 +39,7 @@ def bench_train(
         result = run(made, updates=updates)
         typer.echo(result.table())
         if json_file is not None:
-            json_file.write_text(json.dumps(result.to_mapping(), indent=1) + "\n", encoding="utf-8")
+            write_text(json_file, json.dumps(result.to_mapping(), indent=1) + "\n")
 
 
 @bench.command("graying")

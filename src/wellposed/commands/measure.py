@@ -37,7 +37,8 @@ def diagnose(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL_OR_RUN", help="A timm name, hf:NAME_OR_FOLDER, tv:NAME, or the folder of a run."
+            metavar="MODEL_OR_RUN",
+            help="A timm name, hf-hub:NAME, local-dir:FOLDER, hf:NAME_OR_FOLDER, tv:NAME, or a run's folder.",
         ),
     ],
     images: Annotated[
@@ -48,7 +49,7 @@ def diagnose(
         str | None,
         typer.Option(
             metavar="BEST|LAST|FILE",
-            help=r"Of a run: best or last; of a model: a .safetensors file. \[default: best; random]",
+            help=r"Of a run: best or last; of a model: a .safetensors or .pth file. \[default: best; random]",
         ),
     ] = None,
     pretrained: Annotated[bool, typer.Option(help="Download the library's own weights.")] = False,

@@ -359,4 +359,10 @@ def _compared(where: Record, measured: ConditionNumber, bound: Tensor, remark: s
         del known[name]
     record = summarize(where.measure, Sample(kappas, torch.tensor([flag for _, flag in medians])), **known)
     limit = statistics.median(bound.flatten().tolist())
-    return replace(record, bound=limit if math.isfinite(limit) else None, verdicts=comparison.counts)
+    margins = (comparison.margin, comparison.smallest)
+    return replace(
+        record,
+        bound=limit if math.isfinite(limit) else None,
+        verdicts=comparison.counts,
+        margins=tuple(margin for margin in margins if margin is not None),
+    )

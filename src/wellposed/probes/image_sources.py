@@ -11,6 +11,8 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
+from wellposed.files import require_regular
+
 SUFFIXES = (
     ".avif",
     ".bmp",
@@ -143,11 +145,17 @@ def pieces(item: Any, is_inside: bool = False) -> Iterator[Any]:
         raise TypeError(f"expected tensors, PIL images or paths of images, got {_kind(item)}.")
 
 
+LONGEST = 100
+"""How many times a side of a picture may be as long as the other."""
+
+
 def decode(piece: "str | os.PathLike[str] | Image.Image", mode: str, any_depth: bool) -> Image.Image:
     """The picture in a mode of 8 bits; with ``any_depth`` one of 32 bits stays as it is."""
     if not isinstance(piece, Image.Image):
+        require_regular(piece)
         with Image.open(piece) as opened:
             return decode(opened, mode, any_depth)
+    require_picture(piece)
     if piece.mode.startswith("I;16"):  # Pillow would clip it at 255
         return Image.fromarray((np.asarray(piece) >> 8).astype(np.uint8)).convert(mode)
     if piece.mode in ("I", "F"):
@@ -155,6 +163,15 @@ def decode(piece: "str | os.PathLike[str] | Image.Image", mode: str, any_depth: 
             return piece.copy()
         raise ValueError(f"the range of its values, of mode {piece.mode}, is not known; pass transform=")
     return piece.convert(mode)
+
+
+def require_picture(piece: Image.Image) -> None:
+    """Raise for a line of pixels: with the shorter side as long as a model's it would fill the memory."""
+    shorter, longer = sorted(piece.size)
+    if longer > LONGEST * shorter:
+        raise ValueError(
+            f"one side is more than {LONGEST} times as long as the other, {piece.size[0]} x {piece.size[1]}"
+        )
 
 
 def reason(error: Exception) -> str:

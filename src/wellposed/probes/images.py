@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from wellposed.interrupts import uninterrupted
 from wellposed.probes.image_sources import KEYS, Source, decode, pieces, reason, source_of
 from wellposed.probes.model_input import (
     Transform,
@@ -73,7 +74,7 @@ def image_batches(
 
 def first_images(images: object, model: nn.Module, count: int) -> Tensor:
     """The first ``count`` images, or all if there are fewer, as one batch."""
-    with preserved(model):  # a DataLoader draws random numbers
+    with uninterrupted(), preserved(model):  # a DataLoader draws random numbers
         (batch,) = image_batches(images, model, batch_size=count, limit=count)
     return batch
 

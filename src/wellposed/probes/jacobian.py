@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from wellposed.interrupts import let_through, uninterrupted
 from wellposed.linalg.lanczos import (
     ROUNDING,
     Estimates,
@@ -84,6 +85,12 @@ def jacobian_spectrum(
         raise ValueError(f"dtype must be float32 or float64, got {dtype}; a spectrum needs their digits.")
     if k < 1 or not tolerance > 0:
         raise ValueError(f"k and tolerance must be positive, got {k} and {tolerance}; 5 and 0.01 are usual.")
+
+    def step(done: int, most: int) -> None:
+        let_through()
+        if on_step is not None:
+            on_step(done, most)
+
     image = first_images(images, model, 1)
     cut = sub_block(model, image, block, part, skip=skip, dtype=dtype)
     size = cut.input.numel()
@@ -92,7 +99,13 @@ def jacobian_spectrum(
         dtype = _default_dtype(cut.input, is_dense)
         if cut.input.dtype != dtype:
             cut = sub_block(model, image, block, part, skip=skip, dtype=dtype)
-    with torch.inference_mode(False), torch.enable_grad(), without_autocast(cut.input), full_float32():
+    with (
+        uninterrupted(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        without_autocast(cut.input),
+        full_float32(),
+    ):
         if is_dense:
             return _dense(cut, k, tolerance)
         apply, apply_adjoint = products(cut)
@@ -100,7 +113,7 @@ def jacobian_spectrum(
             "dtype": dtype,
             "device": cut.input.device,
             "seed": seed,
-            "on_step": on_step,
+            "on_step": step,
         }
         found = extreme_singular_values(
             apply, apply_adjoint, size, k=k, tolerance=tolerance, max_steps=max_steps, **shared

@@ -7,6 +7,8 @@
 (['entropy/0', 'entropy/mean'], {})
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -16,16 +18,16 @@ from wellposed.probes.conditioning import ConditioningProbe
 from wellposed.probes.density import DensityProbe
 from wellposed.probes.images import first_images
 from wellposed.probes.passes import Probe, forward_passes
-from wellposed.records import Record
+from wellposed.records import AT_LEAST, Record, named_text
 
 
 class Monitor:
     """Measures a fixed batch of images every so many steps and gives plain numbers.
 
     The keys are ``kappa/<block>/<position>`` for the block's input and for what each branch adds, the median
-    over the images, ``kappa/<position>/worst`` over the blocks, ``entropy/<block>`` and ``entropy/mean``. A
-    kappa that cannot be told is the largest that could be, at most 3e7. What a block does not have is left
-    out.
+    over the images, ``kappa/<position>/worst`` over the blocks, ``entropy/<block>`` and ``entropy/mean``.
+    Where the arithmetic cannot tell a kappa, its number is a lower bound, and there is ``KEY/at_least`` too,
+    which is 1; :meth:`text` writes the number with its sign. What a block does not have is skipped.
 
     The model is seen as it trains: a compiled or DDP-wrapped one may be passed, nothing in it changes, and
     neither do gradients or random numbers. With FSDP2 every process must call it.
@@ -64,6 +66,11 @@ class Monitor:
         """The numbers now."""
         return _scalars(forward_passes(self.model, [self._batch()], self._probes))
 
+    @staticmethod
+    def text(numbers: Mapping[str, float], key: str) -> str:
+        """One of the numbers for people: ``"123"``, or ``"≥ 9.88e6"`` for a lower bound."""
+        return named_text(numbers, key)
+
     def _batch(self) -> Tensor:
         # The model may have moved since.
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
@@ -81,18 +88,27 @@ class Monitor:
 
 def _scalars(records: list[Record]) -> dict[str, float]:
     out: dict[str, float] = {}
-    worst: dict[str, float] = {}
+    worst: dict[str, list[Record]] = {}
     entropies: list[float] = []
     for record in records:
         if record.value is None or record.head is not None:
             continue
         if record.measure == "kappa":
             out[f"kappa/{record.block}/{record.position}"] = record.value
-            worst[record.position] = max(worst.get(record.position, 0.0), record.value)
+            out |= _bound(f"kappa/{record.block}/{record.position}", record.status == "at least")
+            worst.setdefault(record.position, []).append(record)
         elif record.measure == "entropy":
             out[f"entropy/{record.block}"] = record.value
             entropies.append(record.value)
-    out |= {f"kappa/{position}/worst": value for position, value in worst.items()}
+    for position, records_there in worst.items():
+        key = f"kappa/{position}/worst"
+        out[key] = max(record.value or 0.0 for record in records_there)
+        # A bound of any block may stand for a kappa that is larger than all.
+        out |= _bound(key, any(record.status == "at least" for record in records_there))
     if entropies:
         out["entropy/mean"] = sum(entropies) / len(entropies)
     return out
+
+
+def _bound(key: str, is_bound: bool) -> dict[str, float]:
+    return {key + AT_LEAST: 1.0} if is_bound else {}

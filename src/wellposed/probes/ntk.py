@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from wellposed.errors import WrappedModelError
+from wellposed.interrupts import uninterrupted
 from wellposed.probes.images import image_batches
 from wellposed.probes.model_input import image_axis
 from wellposed.probes.ntk_kernel import NTK, KernelSpectrum, kernel_spectrum
@@ -80,9 +81,9 @@ def ntk(
             "the model is sharded by fully_shard, no rank has all of it; take the model before that."
         )
     axis = image_axis(model)
-    with preserved(model), torch.inference_mode(False):  # a DataLoader draws random numbers
+    with uninterrupted(), preserved(model), torch.inference_mode(False):  # a DataLoader draws random numbers
         batch = torch.cat(list(image_batches(images, model, limit=max_images)), axis)
-    with as_function(model, batch):
+    with uninterrupted(), as_function(model, batch):
         members = parameter_groups(model, batch.narrow(axis, 0, 1), groups)
         constants = {name: p.detach() for name, p in model.named_parameters()}
         # Copies: a model may write to its buffers in a forward pass.

@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
+from wellposed.interrupts import let_through
 from wellposed.linalg.precision import full_float32, without_autocast
 from wellposed.probes.ntk_plan import Pass, Plan
 from wellposed.probes.observe import eagerly, preserved
@@ -121,6 +122,7 @@ class RowFunction:
 
     def _values(self, leaves: dict[str, Tensor], image: Tensor) -> Tensor:
         """The outputs (C,) of one image."""
+        let_through()
         values = {**self.constants, **leaves}
         with preserved(self.model):  # the generators start from the same state every time
             returned = functional_call(self.model, values, (image.unsqueeze(self.axis),))

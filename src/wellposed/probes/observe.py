@@ -15,6 +15,7 @@ from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.model import Block, blocks
 from wellposed.anatomy.seam import Join, block_joins, close_seam, is_open, open_seam
 from wellposed.errors import WrappedModelError
+from wellposed.interrupts import let_through, uninterrupted
 
 See = Callable[[Block, str, Tensor], None]
 """Gets a block, a position in it and the tokens (B, N, D) there."""
@@ -39,24 +40,26 @@ def plain(model: nn.Module) -> nn.Module:
 def observed(model: nn.Module, example: Any = None) -> Iterator[list[Block]]:
     """The blocks of a plain model, in evaluation mode, their seams open; as it was afterwards.
 
-    Compiled parts run eagerly meanwhile: compiled code would not see the hooks.
+    Compiled parts run eagerly meanwhile: compiled code would not see the hooks. Blocks that cannot be
+    measured are not among them.
     """
     found = [block for block in blocks(model, example) if not block.row.refused]
     opened: list[Block] = []
-    try:
-        with preserved(model), eagerly():
-            for block in found:
-                if not is_open(block.module, block.row):
-                    open_seam(block.module, block.row)
-                    opened.append(block)
-            model.eval()
-            yield found
-    finally:
-        for block in opened:
-            close_seam(block.module, block.row)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward pass leaves the outermost one whole
+    with uninterrupted():
+        try:
+            with preserved(model), eagerly():
+                for block in found:
+                    if not is_open(block.module, block.row):
+                        open_seam(block.module, block.row)
+                        opened.append(block)
+                model.eval()
+                yield found
+        finally:
+            for block in opened:
+                close_seam(block.module, block.row)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # a forward pass leaves the outermost one whole
 
 
 @contextlib.contextmanager
@@ -90,6 +93,7 @@ class _InputHook:
         self.block, self.see = block, see
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        let_through()
         self.see(self.block, "input", to_tokens(stream_of(self.block, args, kwargs), layout_of(self.block)))
 
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from wellposed.anatomy.model import Block, blocks
 from wellposed.anatomy.seam import Join, block_joins
+from wellposed.interrupts import uninterrupted
 from wellposed.probes.observe import observed, plain, removing
 
 GroupBy = Literal["model", "blocks", "parts"]
@@ -106,7 +107,13 @@ def _parts(
     walk = _Walk(trainable)
     parts: dict[str, str] = {}
     handles: list[Any] = []
-    with observed(model) as found, torch.inference_mode(False), torch.enable_grad(), removing(handles):
+    with (
+        uninterrupted(),
+        observed(model) as found,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        removing(handles),
+    ):
         for block in found:
             hooks = _BlockHooks(block, owned[block.index], walk, parts)
             handles.append(block.module.register_forward_hook(hooks.end))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.anatomy.model import Block
+from wellposed.interrupts import let_through, uninterrupted
 from wellposed.probes.observe import observed, plain
 from wellposed.records import Record
 
@@ -26,11 +27,13 @@ def forward_passes(
     """The records of the probes that ``make_probes`` makes for the model's blocks, over all batches."""
     model = plain(model)
     # Tensors of inference mode would not tell when they are changed in place.
-    with observed(model) as found, torch.inference_mode(False), torch.no_grad():
+    with uninterrupted(), observed(model) as found, torch.inference_mode(False), torch.no_grad():
         probes = make_probes(found)
         with contextlib.ExitStack() as watching:
             for probe in probes:
                 watching.enter_context(probe.watching())
             for batch in batches:
+                let_through()
                 model(batch)
+            let_through()
         return [record for probe in probes for record in probe.records()]

@@ -26,6 +26,7 @@ from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.model import Block, select
 from wellposed.anatomy.seam import Join, block_joins
 from wellposed.errors import SeamError, WrappedModelError
+from wellposed.interrupts import let_through, uninterrupted
 from wellposed.linalg.precision import without_autocast
 from wellposed.probes.observe import layout_of, observed, plain, removing, stream_of
 
@@ -75,7 +76,7 @@ def sub_block(
     """
     model = plain(model)
     # Tensors made in inference mode could not be differentiated later.
-    with torch.inference_mode(False), observed(model) as found, torch.no_grad():
+    with uninterrupted(), torch.inference_mode(False), observed(model) as found, torch.no_grad():
         (chosen,) = select(found, block)
         parts = (*chosen.row.names, "block")
         if part not in parts:
@@ -189,7 +190,8 @@ class _Path:
 
     def __call__(self, x: Tensor) -> Tensor:
         handles: list[Any] = []
-        with removing(handles), without_autocast(x), _without_fused_attention():
+        let_through()
+        with uninterrupted(), removing(handles), without_autocast(x), _without_fused_attention():
             if self.start is not None:
                 handles.append(self.start.register_forward_hook(lambda join, args, output: x))
             if self.end is not None:

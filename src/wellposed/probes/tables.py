@@ -73,7 +73,7 @@ def rest_table(records: Sequence[Record]) -> Table:
 def bounds_table(records: Sequence[Record]) -> Table:
     """A line for each measure that has a bound: for how many images (or windows) it holds, by which margin.
 
-    The margins are those of the records, each of which has the median over its images.
+    The median margin is that of the records' medians, the smallest that of any image, as the counts are.
     """
     groups: dict[str, list[Record]] = {}
     for record in records:
@@ -82,8 +82,11 @@ def bounds_table(records: Sequence[Record]) -> Table:
     rows = []
     for name, group in groups.items():
         counts = (str(sum(counts)) for counts in zip(*(record.verdicts for record in group), strict=True))
-        margins = [record.bound / record.value for record in group if record.bound and record.value]
-        told = (f"x{short(statistics.median(margins))}", f"x{short(min(margins))}") if margins else ("-", "-")
+        margins = [record.margins for record in group if record.margins]
+        told = ("-", "-")
+        if margins:
+            typical, smallest = zip(*margins, strict=True)
+            told = (f"x{short(statistics.median(typical))}", f"x{short(min(smallest))}")
         rows.append((name, *counts, *told))
     titles = ("bound", *VERDICTS, "median margin", "smallest")
     caption = "how many images, windows and heads; margin: bound / measured"

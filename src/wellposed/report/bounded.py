@@ -28,13 +28,13 @@ def bounds_section(material: Material, budget: Budget) -> Section | Missing:
             r.position,
             r.value,
             finite(r.bound),
-            finite(r.bound / r.value) if r.bound and r.value else None,
+            *(map(finite, r.margins) if r.margins else (None, None)),
             r.status,
             *_counts(r.verdicts),
         )
         for subject, r in bounded
     )
-    counts = [sum(column) for column in zip(*(row[9:] for row in rows), strict=True)]
+    counts = [sum(column) for column in zip(*(row[10:] for row in rows), strict=True)]
     told = ", ".join(f"{name} {count:,} times" for name, count in zip(VERDICTS, counts, strict=True) if count)
     infinite = sum(row[6] is None for row in rows)
     words = [
@@ -69,7 +69,8 @@ def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
             position="position",
             measured="measured",
             bound="bound",
-            margin="bound / measured",
+            margin="bound / measured, median",
+            smallest="smallest",
             status="status of measured",
             **verdicts,
         ),

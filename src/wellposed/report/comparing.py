@@ -25,6 +25,13 @@ def worst(subject: Subject) -> Record | None:
     return max(kappas, key=lambda record: record.value or 0.0, default=None)
 
 
+def worst_places(subject: Subject) -> list[Record]:
+    """The records of which each may be the worst: those that are bounds, and a number above all of these."""
+    largest = worst(subject)
+    bounds = [r for r in subject.select("kappa") if r.status == "at least" and r.head is None]
+    return bounds if largest is None or largest.status == "at least" else [largest, *bounds]
+
+
 def log_worst(subject: Subject) -> float | None:
     record = worst(subject)
     return None if record is None else record.log
@@ -35,6 +42,11 @@ def mean_log(subject: Subject, position: str) -> float | None:
     logs = [r.log for r in subject.select("kappa") if r.position == position and r.head is None]
     known = [log for log in logs if log is not None]
     return statistics.fmean(known) if known else None
+
+
+def has_bounds(subject: Subject, position: str) -> bool:
+    """Whether a kappa at the position is a lower bound, and so :func:`mean_log` too."""
+    return any(r.status == "at least" for r in subject.select("kappa") if r.position == position)
 
 
 def mean_entropy(subject: Subject) -> float | None:
@@ -56,7 +68,7 @@ def comparing_section(material: Material, budget: Budget) -> Section:
     titles: dict[str, str] = {"name": "variant", "n": "n"}
     for key, (title, _) in _MEASURES.items():
         titles |= {key: title, f"{key}_deviation": "±"}
-    titles |= {"place": "worst place", "state": "state", "edits": "edits"}
+    titles |= {"bound": "of ln kappa", "place": "worst place", "state": "state", "edits": "edits"}
     rows = [row for name, subjects in material.groups().items() for row in _rows(name, subjects)]
     empty = {
         key for index, key in enumerate(titles) if index > 1 and all(row[index] in (None, "") for row in rows)
@@ -110,12 +122,17 @@ def _collapsed(subjects: Sequence[Subject]) -> str:
 
 def _row(name: str, subjects: Sequence[Subject], n: int, state: str) -> tuple[Any, ...]:
     cells: list[Any] = [name, n]
-    for _, measure in _MEASURES.values():
+    places = [(record, len(worst_places(each))) for each in subjects if (record := worst(each)) is not None]
+    bad, count = max(places, key=lambda place: place[0].value or 0.0, default=(None, 0))
+    is_bound = any(record.status == "at least" for record, _ in places)
+    for key, (_, measure) in _MEASURES.items():
         found = spread(measure(subject) for subject in subjects)
-        cells += [None, None] if found is None else [found.mean, found.deviation]
-    places = [record for record in map(worst, subjects) if record is not None]
-    bad = max(places, key=lambda record: record.value or 0.0, default=None)
-    cells.append("" if bad is None else f"block {bad.block}, {bad.position}")
+        # The spread of bounds is not that of the numbers.
+        is_known = not (is_bound and key == "ln_kappa")
+        cells += [None, None] if found is None else [found.mean, found.deviation if is_known else None]
+    cells.append("lower bound" if is_bound else "")
+    one = "" if bad is None else f"block {bad.block}, {bad.position}"
+    cells.append(f"one of {count}, which are bounds" if count > 1 else one)
     cells += [state, "; ".join(subjects[0].edits) or "none"]
     return tuple(cells)
 

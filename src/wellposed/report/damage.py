@@ -1,9 +1,10 @@
 """Files that cannot be read: they are named, and what lies beside them is shown all the same."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from wellposed.files import parse_json, read_bytes
 
 
 class Damage(NamedTuple):
@@ -30,10 +31,10 @@ class DamagedError(ValueError):
 
 def json_object(path: Path, found: list[Damage]) -> dict[str, Any]:
     """The object in a file beside a run's numbers; empty without the file, and where ``found`` tells why."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        values = json.loads(path.read_bytes())
+        values = parse_json(read_bytes(path))
         why = "" if isinstance(values, dict) else f"got a {type(values).__name__}"
     except ValueError as error:
         values, why = {}, str(error)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
-from wellposed.probes.image_sources import SUFFIXES
+from wellposed.probes.image_sources import SUFFIXES, decode
 from wellposed.report.charts import distinct
 from wellposed.report.subjects import Material
 
@@ -69,9 +69,8 @@ def from_folder(folder: Path) -> Gallery:
     names: list[str] = []
     for path in _files(folder):
         try:
-            with Image.open(path) as opened:
-                found.append(opened.convert("RGB"))
-        except (OSError, UnidentifiedImageError, Image.DecompressionBombError):
+            found.append(decode(path, "RGB", any_depth=False))
+        except (OSError, ValueError, Image.DecompressionBombError):
             continue
         names.append(path.name)
         if len(found) == COUNT:

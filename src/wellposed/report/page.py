@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from wellposed.files import write_text
 from wellposed.report.charts import Chart, Missing, Section
 from wellposed.report.packing import pack, unpacked
 from wellposed.report.verdict import Code, Edits, Listed, Name, Sentence
@@ -104,10 +105,11 @@ def _asset(name: str) -> str:
 
 def _json(value: Any) -> str:
     text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    # Within a script element these could end it, or begin a comment; the two separators break old JavaScript.
-    for character in "<>&\u2028\u2029":
+    # Within a script element these could end it, or begin a comment.
+    for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+    # Vega's expressions, in which names stand as texts, take the two separators for the end of a line.
+    return text.replace("\u2028", " ").replace("\u2029", " ")
 
 
 def _data(sections: Sequence[Section]) -> list[dict[str, Any]]:
@@ -248,4 +250,4 @@ def write(text: str, path: str | Path) -> None:
     """Write a page, making its folder if need be."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)

@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wellposed.records import Record, read_json
+from wellposed.files import parse_toml, read_bytes
+from wellposed.records import AT_LEAST, Record, Status, read_json
 from wellposed.report.charts import finite
 from wellposed.report.damage import DamagedError, json_object, torn_lines
 from wellposed.report.environment_words import environment_text
@@ -96,12 +96,12 @@ def read_diagnosis(path: Path) -> Subject:
     """A file of ``Diagnosis.to_json``."""
     try:
         records, about = read_json(path)
+        name = path.parent.resolve().name if path.name == DIAGNOSIS else path.stem
+        return diagnosis_subject(records, about, name)
     except (ValueError, TypeError) as error:
         raise DamagedError(
             path, f"expected a diagnosis as JSON ({error}); wellposed diagnose --out writes one."
         ) from error
-    name = path.parent.resolve().name if path.name == DIAGNOSIS else path.stem
-    return diagnosis_subject(records, about, name)
 
 
 def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name: str = "") -> Subject:
@@ -133,6 +133,15 @@ def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name:
 
 def read_run_folder(folder: Path) -> Found:
     """A run, with the diagnosis that lies beside its numbers if there is one."""
+    try:
+        return _run_folder(folder)
+    except (TypeError, AttributeError, KeyError, IndexError) as error:
+        raise DamagedError(
+            folder, f"expected the files of a run, got other values in them ({error}); it is skipped."
+        ) from error
+
+
+def _run_folder(folder: Path) -> Found:
     (lines, summary), recipe = _run(folder), _recipe(folder / "recipe.toml")
     damage = torn_lines(folder / RUN, (line["line"] for line in lines if line["event"] == "torn"))
     result = json_object(folder / "result.json", damage)
@@ -218,8 +227,11 @@ def _monitored(lines: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
     for key, value in last.items():
         measure, _, place = key.partition("/")
         block, _, position = place.partition("/")
-        if measure in ("kappa", "entropy") and block.isdigit() and finite(value) is not None:
-            found.append(Record(measure=measure, value=value, block=int(block), position=position))
+        is_told = measure in ("kappa", "entropy") and block.isdigit() and not key.endswith(AT_LEAST)
+        if is_told and finite(value) is not None:
+            status: Status = "at least" if last.get(key + AT_LEAST) else "ok"
+            record = Record(measure=measure, value=value, block=int(block), position=position, status=status)
+            found.append(record)
     return tuple(found)
 
 
@@ -259,7 +271,7 @@ def _recipe(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(read_bytes(path).decode())
     except ValueError as error:
         raise DamagedError(
             path, f"expected the recipe of a run as TOML ({error}); without it the run is left out."

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from wellposed.records import AT_LEAST
 from wellposed.report.charts import LOG_AXIS, Budget, Chart, Missing, Section, columns, distinct, finite
 from wellposed.report.subjects import Material, Subject
 from wellposed.report.thinning import thin
@@ -20,6 +21,7 @@ class Curve(NamedTuple):
     number: str
     times: list[tuple[float | None, int | None]]  # epoch, update
     values: list[float]
+    bounds: list[bool]  # whether a value is a lower bound
 
 
 def training_section(material: Material, budget: Budget) -> Section | Missing:
@@ -33,7 +35,16 @@ def training_section(material: Material, budget: Budget) -> Section | Missing:
         for place, value in thin(curve.values, most):
             epoch, update = curve.times[place]
             rows.append(
-                (curve.subject.group, curve.subject.name, curve.panel, curve.number, epoch, update, value)
+                (
+                    curve.subject.group,
+                    curve.subject.name,
+                    curve.panel,
+                    curve.number,
+                    epoch,
+                    update,
+                    value,
+                    "at least" if curve.bounds[place] else "ok",
+                )
             )
     panels = sorted(distinct(curve.panel for curve in curves), key=_rank)
     total, longest = sum(len(curve.values) for curve in curves), max(len(curve.values) for curve in curves)
@@ -43,10 +54,14 @@ def training_section(material: Material, budget: Budget) -> Section | Missing:
             f"{len(rows):,} of {total:,} points are drawn, at most {most} of a line: of each stretch of a "
             "line the lowest and the highest, so that no spike is lost. The files of the runs have them all."
         )
-    words = (
+    words: tuple[str, ...] = (
         "Loss (solid in training, dashed in tests), accuracy of the tests, the condition number of the "
         "worst block at each position, and the mean entropy of attention, all over the same time.",
     )
+    if any(any(curve.bounds) for curve in curves):
+        words += (
+            'Where the status of a kappa is "at least", the arithmetic cannot tell a larger one from it.',
+        )
     chart = Chart(
         columns=columns(
             group="variant",
@@ -56,6 +71,7 @@ def training_section(material: Material, budget: Budget) -> Section | Missing:
             epoch="epoch",
             update="update",
             value="value",
+            status="status",
         ),
         rows=tuple(rows),
         spec=_spec(panels, _time(rows, has_epochs), distinct(row[0] for row in rows), longest <= FEW),
@@ -88,7 +104,8 @@ def _curve(subject: Subject, event: str, name: str, panel: str, number: str) -> 
     ]
     if lines:
         times = [(line.get("epoch"), line.get("update")) for line in lines]
-        yield Curve(subject, panel, number, times, [line[name] for line in lines])
+        bounds = [bool(line.get(name + AT_LEAST)) for line in lines]
+        yield Curve(subject, panel, number, times, [line[name] for line in lines], bounds)
 
 
 def _rank(panel: str) -> tuple[int, str]:
@@ -133,7 +150,7 @@ def _panel(panel: str, time: Time, groups: list[str], is_last: bool, is_short: b
         "y": {"field": "value", "type": "quantitative", "title": None, "scale": scale, "axis": axis},
         "color": {"field": "group", "type": "nominal", "title": None, "sort": groups},
         "detail": [{"field": "run"}, {"field": "number"}],
-        "tooltip": [{"field": name} for name in ("run", "number")],
+        "tooltip": [{"field": name} for name in ("run", "number", "status")],
     }
     if panel == "loss":
         dash = {"domain": ["training loss", "test loss"], "range": [[1, 0], [5, 3]]}

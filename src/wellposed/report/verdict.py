@@ -7,8 +7,16 @@ apart, so that it cannot run into the sentence around it.
 import math
 from collections.abc import Iterator, Sequence
 
-from wellposed.records import short
-from wellposed.report.comparing import accuracy, log_worst, mean_entropy, mean_log, worst
+from wellposed.records import Record, short
+from wellposed.report.comparing import (
+    accuracy,
+    has_bounds,
+    log_worst,
+    mean_entropy,
+    mean_log,
+    worst,
+    worst_places,
+)
 from wellposed.report.subjects import Material, Subject
 from wellposed.study.compare import difference, spread
 
@@ -17,6 +25,7 @@ DENSE = 0.95
 """Mean entropy from which attention is called dense."""
 SEEDS = 3
 MOST_WORST = 3
+MOST_TIED = 4
 MOST = 8
 """Variants that get a sentence; the table has all."""
 
@@ -80,6 +89,9 @@ def _worst(groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
     found.sort(key=lambda pair: pair[1].value or 0.0, reverse=True)
     for subject, record in found[:MOST_WORST]:
         images = f", median over {record.images} images" if record.images else ""
+        if len(tied := worst_places(subject)) > 1:
+            yield _tied(subject, tied, record, images)
+            continue
         yield (
             "In ",
             Name(subject.name),
@@ -91,12 +103,34 @@ def _worst(groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
         yield (f"The other variants, {left} in number, are better; the table below has them.",)
 
 
+def _tied(subject: Subject, tied: Sequence[Record], largest: Record, images: str) -> Sentence:
+    """Bounds cannot be ranked."""
+    named = [f"block {record.block}, {record.position}" for record in tied]
+    more = f"; and {len(named) - MOST_TIED} more" if len(named) > MOST_TIED else ""
+    return (
+        "In ",
+        Name(subject.name),
+        f" the worst place cannot be told: kappa exceeds what the arithmetic can tell at {len(tied)} places "
+        f"({'; '.join(named[:MOST_TIED])}{more}), where it is at least {short(_least(tied))}, up to "
+        f"{largest.text()}{images}.{_comparison(subject)}",
+    )
+
+
+def _least(records: Sequence[Record]) -> float:
+    return min(record.value or 0.0 for record in records)
+
+
 def _comparison(subject: Subject) -> str:
-    """Attention beside the FFN, which is the papers' point."""
+    """Attention compared with the FFN, which is the papers' point; a ratio of two bounds says nothing."""
     attention, ffn = (mean_log(subject, f"{role}.branch") for role in ("attention", "ffn"))
     if attention is None or ffn is None:
         return ""
     more, times = attention > ffn, short(math.exp(abs(attention - ffn)))
+    larger, smaller = ("attention", "ffn") if more else ("ffn", "attention")
+    if has_bounds(subject, f"{smaller}.branch"):
+        return ""
+    if has_bounds(subject, f"{larger}.branch"):
+        times = f"at least {times}"
     return (
         f" Over the blocks, what attention adds is {times} times {'worse' if more else 'better'} conditioned "
         "than what the FFN adds."
@@ -164,7 +198,10 @@ def _kappa(edited: Sequence[Subject], plain: Sequence[Subject]) -> str:
         a = spread(mean_log(subject, position) for subject in edited)
         b = spread(mean_log(subject, position) for subject in plain)
         if a is not None and b is not None:
-            parts.append(f"{position} {b.mean:.2f} → {a.mean:.2f}")
+            before, after = (
+                "≥ " if any(has_bounds(each, position) for each in of) else "" for of in (plain, edited)
+            )
+            parts.append(f"{position} {before}{b.mean:.2f} → {after}{a.mean:.2f}")
     return f"mean ln kappa of {', '.join(parts)}" if parts else ""
 
 

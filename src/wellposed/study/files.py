@@ -1,6 +1,5 @@
 """What a study leaves behind: records, tables, a figure, and a summary that says how they were made."""
 
-import csv
 import dataclasses
 import json
 import os
@@ -9,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wellposed.files import read_object, write_cells, write_text
 from wellposed.study.compare import accuracies, one_by_one, spread
 from wellposed.study.plan import Scale, StudyRecords, StudyReport, data_name
 from wellposed.text import aligned
@@ -85,8 +85,7 @@ def _environments(before: Sequence[Mapping[str, Any]], has_worked: bool) -> list
 def read_summary(folder: Path) -> dict[str, Any]:
     """The one of an earlier call; empty if there is none."""
     path = folder / SUMMARY
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return values
+    return read_object(path) if path.exists() else {}
 
 
 def shown(spec: str) -> str:
@@ -171,13 +170,8 @@ def columns_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """A CSV file that is replaced whole."""
     columns = columns_of(rows)
-    staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with staged.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        for row in rows:
-            writer.writerow(["" if row.get(name) is None else row[name] for name in columns])
-    staged.replace(path)
+    cells = ([row.get(name) for name in columns] for row in rows)
+    write_cells(path, [columns, *cells], lineterminator="\n")
 
 
 def text_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -204,6 +198,4 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """One JSON object a line; the file is whole or not there."""
     dump = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode
     text = "".join(dump(plain(row)) + "\n" for row in rows)
-    staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    staged.write_text(text, encoding="utf-8")
-    staged.replace(path)
+    write_text(path, text)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from wellposed.files import parse_json, read_bytes
 from wellposed.study.compact import POINTS, packed_rows, rounded, thinned, unpacked_rows
 from wellposed.study.files import write_lines
 from wellposed.study.plan import RunRecord
@@ -46,7 +47,7 @@ def read(
     runs: list[RunRecord] = []
     measured: list[dict[str, Any]] = []
     strange: list[str] = []
-    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], 1):
+    for number, line in enumerate(read_bytes(path, 2**32).splitlines() if path.exists() else [], 1):
         values = _values(line)
         if values is None:
             if torn is None:
@@ -66,7 +67,7 @@ def read(
 
 def _values(line: bytes) -> dict[str, Any] | None:
     try:
-        values = json.loads(line.decode())
+        values = parse_json(line.decode())
     except ValueError:
         return None
     return values if isinstance(values, dict) else None

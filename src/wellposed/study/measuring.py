@@ -5,7 +5,6 @@ from starting. What was found is kept in the run's folder, for every study that 
 """
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from wellposed.files import parse_json, read_bytes
 from wellposed.study.choosing import Planned
 from wellposed.study.compact import rounded
 from wellposed.study.files import write_lines
@@ -98,7 +98,7 @@ def measured_on(study: Study, run: Path, folder: Path) -> list[dict[str, Any]]:
     path = run / f"measured-{_name(study, study.after)}.jsonl"
     if not path.exists():
         write_lines(path, [rounded(row) for row in study.after(run, folder)])
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [parse_json(line) for line in read_bytes(path).split(b"\n") if line]
 
 
 def _name(study: Study, after: After) -> str:

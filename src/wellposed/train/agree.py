@@ -5,7 +5,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from wellposed.train.checkpoint.processes import several
+from wellposed.train.checkpoint.processes import several, world
 
 
 def largest(values: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def of_all(sentences: list[str]) -> list[str]:
     """Those of all processes, each once; all have them in the same order."""
     if not several():
         return sentences
-    found: list[Any] = [None] * dist.get_world_size()
+    found: list[Any] = [None] * world()
     dist.all_gather_object(found, sentences)
     return list(dict.fromkeys(sentence for part in found for sentence in part))
 

@@ -27,12 +27,24 @@ def alone_in(folder: Path, patience: float = 0.0) -> Iterator[int]:
     Raises:
         BlockingIOError: another one holds it.
     """
-    lock = os.open(folder, os.O_RDONLY)
+    until = time.monotonic() + patience
+    while True:
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            _take(lock, folder, until)
+            if not _is_still(lock, folder):
+                continue  # who held it has replaced the folder: this is the lock of one that is gone
+            yield lock
+            return
+        finally:
+            os.close(lock)
+
+
+def _is_still(lock: int, folder: Path) -> bool:
     try:
-        _take(lock, folder, time.monotonic() + patience)
-        yield lock
-    finally:
-        os.close(lock)
+        return os.path.samestat(os.fstat(lock), os.stat(folder))
+    except FileNotFoundError:
+        return False
 
 
 def _take(lock: int, folder: Path, until: float) -> None:

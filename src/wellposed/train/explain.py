@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from wellposed.probes.observe import eagerly
+from wellposed.records import AT_LEAST, named_text
 from wellposed.text import aligned
 from wellposed.train.batches import Batch
 from wellposed.train.checkpoint import durable
@@ -137,6 +138,10 @@ def _text(report: dict[str, Any]) -> str:
             for name, norms in report["parameters"].items()
         ),
     ]
-    measured = [("measured", "value"), *((key, f"{value:.4g}") for key, value in report["measured"].items())]
+    numbers = report["measured"]
+    measured = [
+        ("measured", "value"),
+        *((key, named_text(numbers, key)) for key in numbers if not key.endswith(AT_LEAST)),
+    ]
     sections = [_sentence(report), aligned(outputs), aligned(parameters), aligned(measured)]
     return "\n\n".join(sections) + "\n"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from wellposed.surgery.record import Edit
 from wellposed.train.checkpoint import durable
+from wellposed.train.checkpoint.manifest import file_hash
 from wellposed.train.environment import without_secrets
 from wellposed.train.folder_swap import replaced
 from wellposed.train.model_card import Exported, model_card
@@ -72,13 +73,13 @@ def export_weights(
         test_images=test_images,
         note=note,
     )
-    texts = {
-        "config.json": _config_text(exported),
-        "README.md": model_card(exported),
-        "recipe.toml": recipe_text(recipe),
-    }
     with replaced(folder) as staged:
         durable.write_tensors(staged / WEIGHTS, state)
+        texts = {
+            "config.json": _config_text(exported, file_hash(staged / WEIGHTS)),
+            "README.md": model_card(exported),
+            "recipe.toml": recipe_text(recipe),
+        }
         for name, text in texts.items():
             durable.write_bytes(staged / name, text.encode())
 
@@ -109,11 +110,12 @@ def timm_config(exported: Exported) -> dict[str, Any]:
     }
 
 
-def _config_text(exported: Exported) -> str:
+def _config_text(exported: Exported, sha256: str) -> str:
     config = timm_config(exported)
     config["wellposed"] = {
         "accuracy": plain(exported.accuracy),
         "update": exported.update,
+        "sha256": sha256,
         "edits": [dataclasses.asdict(edit) for edit in exported.edits],
         "environment": plain(exported.environment),
     }

@@ -8,7 +8,7 @@
     print(result.accuracy, result.folder)
 """
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from wellposed.train.attention_kernels import without_cudnn_attention
 from wellposed.train.batches import EvalBatches, TrainBatches, make_batches
 from wellposed.train.batches.order import slot_positions
 from wellposed.train.checkpoint import Store
-from wellposed.train.checkpoint.processes import from_first
+from wellposed.train.checkpoint.processes import from_first, is_first, rank, world
 from wellposed.train.environment import environment
 from wellposed.train.export import export_weights
 from wellposed.train.folder_swap import recover
@@ -106,12 +106,12 @@ def _run(
     console: Console,
     held: ExitStack,
 ) -> Result:
-    device, is_first = accelerator.device, accelerator.is_main_process
+    device = accelerator.device
     prepared = settled(prepared, folder, overwrite, device)
     recipe = prepared.recipe
     done = from_first(lambda: _open(folder, recipe, overwrite, held), device)
     if done is not None:
-        if is_first:
+        if is_first():
             console.print(f"{folder} is finished already; --overwrite runs it again.")
         return _result("finished", folder, done)
 
@@ -122,8 +122,8 @@ def _run(
         mean=prepared.built.mean,
         std=prepared.built.std,
         device=device,
-        rank=accelerator.process_index,
-        world=accelerator.num_processes,
+        rank=rank(),
+        world=world(),
         compile=bool(recipe.compile),
     )
     try:
@@ -141,16 +141,16 @@ def _train(
     test: EvalBatches,
     console: Console,
 ) -> Result:
-    recipe, device, is_first = prepared.recipe, accelerator.device, accelerator.is_main_process
+    recipe, device = prepared.recipe, accelerator.device
     about = environment()
-    task = make_task(prepared.built.model, recipe, _positions(recipe, accelerator))
+    task = make_task(prepared.built.model, recipe, _positions(recipe))
     task.module.to(device)
     images = first_test_images(test) if recipe.monitor_every != 0 else None
     store = Store(folder / "checkpoints", recipe.keep)
     exporter = _exporter(folder, recipe, prepared, about, train, test)
     module = distribute(task.module, task.trunk, recipe, device)
     loop = Loop(recipe, task, module, train, test, accelerator, store, exporter, images)
-    checkpoint = store.newest() if is_first else None
+    checkpoint = store.newest() if is_first() else None
     found = from_first(lambda: checkpoint is not None, device)
     if found:
         loop.resume(checkpoint)
@@ -165,11 +165,11 @@ def _train(
             recipe,
             updates=loop.updates,
             start=loop.progress.update,
-            main=is_first,
+            main=is_first(),
             accelerator=accelerator if accelerator.log_with else None,
             console=console,
             quiet=console.quiet,
-            about=_about(prepared, train, test, accelerator),
+            about=_about(prepared, train, test, device),
         ) as reporter,
     ):
         built, data = prepared.built, prepared.data
@@ -182,7 +182,7 @@ def _train(
         status = loop.run(reporter, stop)
         if status == "finished":
             last = loop.last_weights()
-            if is_first:
+            if is_first():
                 exporter("last", last)
                 _draw(folder, task, images, recipe, prepared)
             reporter.event("finished", update=loop.progress.update)
@@ -190,21 +190,22 @@ def _train(
         summary = reporter.write_result(about) | {"status": status}
         table = reporter.table()
     wait_for_all()  # what the first process writes is there when any of them returns
-    if is_first:
+    if is_first():
         console.print(table)
     return _result(status, folder, summary)
 
 
 def _open(folder: Path, recipe: Recipe, overwrite: bool, held: ExitStack) -> dict[str, Any] | None:
-    # Also what is overwritten must not be in use.
-    with alone_in(folder, PATIENCE) if folder.is_dir() else nullcontext():
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as trying:
+        # Also what is overwritten must not be in use.
+        trying.enter_context(alone_in(folder, PATIENCE))
         done = open_folder(folder, recipe, overwrite)
-    if done is None:
-        held.enter_context(alone_in(folder, PATIENCE))
-    for name in ("best", "last"):
-        recover(folder / name)
-    if done is None:
-        write_environment(folder, environment())
+        for name in ("best", "last"):
+            recover(folder / name)
+        if done is None:
+            write_environment(folder, environment())
+            held.push(trying.pop_all())
     return done
 
 
@@ -213,11 +214,10 @@ def _result(status: Status, folder: Path, summary: dict[str, Any]) -> Result:
     return Result(status, folder, test.get("accuracy"), best_accuracy(summary), summary)
 
 
-def _positions(recipe: Recipe, accelerator: Accelerator) -> Tensor:
+def _positions(recipe: Recipe) -> Tensor:
     """(passes, images of a pass): this process's positions in a batch."""
-    rank, world = accelerator.process_index, accelerator.num_processes
     passes = [
-        slot_positions(number * world + rank, world * recipe.accumulate, recipe.batch_size)
+        slot_positions(number * world() + rank(), world() * recipe.accumulate, recipe.batch_size)
         for number in range(recipe.accumulate)
     ]
     return torch.stack([torch.from_numpy(positions) for positions in passes])
@@ -259,7 +259,7 @@ def _counts(train: TrainBatches, test: EvalBatches) -> dict[str, int]:
 
 
 def _about(
-    prepared: Prepared, train: TrainBatches, test: EvalBatches, accelerator: Accelerator
+    prepared: Prepared, train: TrainBatches, test: EvalBatches, device: torch.device
 ) -> dict[str, Any]:
     model = prepared.built.model
     return {
@@ -267,8 +267,8 @@ def _about(
         "edits": str(prepared.built.edits),
         **_counts(train, test),
         "placement": train.placement,
-        "device": str(accelerator.device),
-        "processes": accelerator.num_processes,
+        "device": str(device),
+        "processes": world(),
     }
 
 

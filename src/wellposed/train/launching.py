@@ -9,14 +9,23 @@ import os
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import get_int_from_env
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
+
+_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""What launchers of MPI set, which Accelerate joins too."""
+
+
+def started_processes() -> int:
+    """How many processes the launcher says that it has started; 1 without a launcher."""
+    return int(get_int_from_env(["WORLD_SIZE", *_MPI], 1))
 
 
 def join_processes(device: str | None) -> None:
     """Make the process group of a restart; does nothing where there is one, or one process."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    if attempt is None or dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if attempt is None or dist.is_initialized() or started_processes() < 2:
         return
     on_gpu = device != "cpu" and torch.cuda.is_available()
     if on_gpu:

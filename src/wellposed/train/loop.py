@@ -20,7 +20,7 @@ from wellposed.probes import Monitor
 from wellposed.train.agree import largest, total, wait_for_all
 from wellposed.train.batches import Batch, EvalBatches, TrainBatches
 from wellposed.train.checkpoint import Checkpoint, Store
-from wellposed.train.checkpoint.processes import from_first, several
+from wellposed.train.checkpoint.processes import from_first, is_first, rank, several, world
 from wellposed.train.eps import EpsSchedule
 from wellposed.train.evaluate import Tested, evaluate
 from wellposed.train.explain import explain
@@ -53,10 +53,24 @@ class Sums:
     values: Tensor
     """On the device: losses, images classified right, updates."""
     images: int = 0
+    earlier: int = 0
+    """Images of before this start, which the values count too."""
 
     @classmethod
     def empty(cls, device: torch.device) -> "Sums":
         return cls(torch.zeros(3, dtype=torch.float64, device=device))
+
+    @classmethod
+    def resumed(cls, progress: Progress, device: torch.device) -> "Sums":
+        """Those of a checkpoint: the first process has what all had."""
+        *values, images = progress.sums
+        told = torch.tensor(values, dtype=torch.float64, device=device)
+        return cls(told if is_first() else torch.zeros_like(told), earlier=images)
+
+    def saved(self) -> tuple[float, float, float, int]:
+        """For a checkpoint; every process must call it."""
+        loss, correct, updates = read(total(self.values.clone()))
+        return loss, correct, updates, self.earlier + self.images
 
 
 class Loop:
@@ -90,7 +104,7 @@ class Loop:
         self.recipe, self.task, self.module = recipe, task, module
         self.train, self.test, self.accelerator = train, test, accelerator
         self.device: torch.device = accelerator.device
-        self.rank, self.world = accelerator.process_index, accelerator.num_processes
+        self.rank, self.world = rank(), world()
         self.forward = compiled(module, recipe, self.device)
         self.parameters = [parameter for parameter in task.module.parameters() if parameter.requires_grad]
         self.recorded = self._recorder()
@@ -106,6 +120,7 @@ class Loop:
         every = recipe.checkpoint_every
         self.saver = Saver(store, exporter, task, module, self.optimizer, self.ema, every, self.device)
         self.progress = Progress()
+        self.sums = Sums.empty(self.device)
         self.last_test: Tested | None = None
         self.monitor: PacedMonitor | None = None
         if monitor_images is not None:
@@ -125,6 +140,7 @@ class Loop:
 
     def _take_over(self, progress: Progress) -> None:
         self.progress = progress
+        self.sums = Sums.resumed(progress, self.device)
         if progress.update > 0:
             self.eps.set(progress.update - 1)  # of the weights, which may be tested before the next update
         self.train.reorder(progress.rollbacks)
@@ -144,23 +160,21 @@ class Loop:
 
     def _run_through(self, stop: StopRequest) -> Interrupted:
         batches = self.train.iterate(self.progress.update, self.updates)
-        sums = Sums.empty(self.device)
         self.task.train_mode()
-        if self.progress.update == 0:
-            self._measure()
+        self._measure_of_before()
         self._end_epoch_of_before()
         try:
             for update, passes in batches:
                 if 0 < self.recipe.collapse_patience <= self.progress.collapsed:
                     self._tell_collapse()
                     break
-                norm = self.update(update, passes, sums)
+                norm = self.update(update, passes, self.sums)
                 done = self.progress.update = update + 1
                 self.reporter.advance(done)
                 is_epoch, is_last = done % self.train.updates_per_epoch == 0, done == self.updates
                 if done % self.recipe.log_every == 0 or is_last:
-                    self._log(sums, norm)
-                    sums = Sums.empty(self.device)
+                    self._log(self.sums, norm)
+                    self.sums = Sums.empty(self.device)
                 saves = self.saver.is_due(done, is_epoch)
                 looks = self.guard.on_host or done % LOOK_EVERY == 0 or is_epoch or saves
                 if looks and (status := self._look(stop, update)) is not None:
@@ -229,7 +243,7 @@ class Loop:
 
     def _log(self, sums: Sums, norm: Tensor) -> None:
         loss, correct, updates = read(total(sums.values.clone()))
-        images = sums.images * self.world
+        images = (sums.earlier + sums.images) * self.world
         self.reporter.train(
             self.progress.update,
             loss=loss / updates,
@@ -237,6 +251,7 @@ class Loop:
             lr=max(group["lr"] for group in self.optimizer.param_groups),  # with layer_decay they differ
             grad_norm=float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
             images=images,
+            timed=sums.images * self.world,
         )
 
     def _look(self, stop: StopRequest, update: int) -> Interrupted | None:
@@ -327,11 +342,19 @@ class Loop:
             f"({rollbacks} of at most {MOST_ROLLBACKS})."
         )
 
+    def _measure_of_before(self) -> None:
+        """Measure at the start, and what a run was stopped before."""
+        update = self.progress.update
+        is_due = self.monitor is not None and self.monitor.is_due(update) and update < self.updates
+        if is_due and self.progress.measured != update:
+            self._measure()
+
     def _measure(self) -> None:
         monitor = self.monitor
         if monitor is None:
             return
         numbers = monitor.measure(self.progress.update)
+        self.progress.measured = self.progress.update
         # The processes must agree when to measure next, and their clocks do not.
         monitor.every = self.progress.monitor_every = from_first(lambda: monitor.every, self.device)
         self.reporter.measured(self.progress.update, numbers)
@@ -388,6 +411,7 @@ class Loop:
 
     def save(self) -> None:
         """A checkpoint of now."""
+        self.progress.sums = self.sums.saved()
         self.reporter.event("checkpoint", update=self.progress.update, path=self.saver.save(self.progress))
 
     def last_weights(self) -> Weights:

@@ -1,6 +1,7 @@
 """The README.md beside trained weights: what they are, how good, how to load them, how to make them again."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ def model_card(exported: Exported) -> str:
     """Markdown with the front matter that hubs read. Its Python blocks run in the folder, in their order."""
     parts = [
         _front_matter(exported),
-        f"# {exported.recipe.model} on {exported.recipe.data}",
+        f"# {_text(exported.recipe.model)} on {_text(exported.recipe.data)}",
         _what(exported),
         _result(exported),
         *_load(exported),
@@ -73,7 +74,7 @@ def _what(exported: Exported) -> str:
     edited = ", with edits that timm does not have" if exported.edits else ""
     owner = "wellposed's" if _is_of_wellposed(recipe.model) else "timm's"
     return (
-        f"{owner} `{recipe.model}`{edited}, {trained} by wellposed on `{recipe.data}`{count} for "
+        f"{owner} {_code(recipe.model)}{edited}, {trained} by wellposed on {_code(recipe.data)}{count} for "
         f"{recipe.epochs} epochs. These are the weights after update {exported.update:,}."
         + (f" {exported.note}" if exported.note else "")
     )
@@ -214,4 +215,23 @@ def _environment(environment: Mapping[str, Any]) -> str:
 
 
 def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    return _text(str(value))
+
+
+def _text(text: str) -> str:
+    r"""A name as Markdown shows it, whatever it holds: a link, HTML, the end of the line.
+
+    >>> print(_text("[a](http://b)|<img>"))
+    \[a\](http://b)\|&lt;img&gt;
+    """
+    flat = " ".join(text.split())
+    escaped = re.sub(r"([\\`*\[\]|])", r"\\\1", flat)
+    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _code(text: str) -> str:
+    """The same as code, in more backticks than it has."""
+    flat = " ".join(text.split())
+    fence = "`" * (max(map(len, re.findall("`+", flat)), default=0) + 1)
+    space = " " if "`" in flat else ""
+    return f"{fence}{space}{flat}{space}{fence}"

@@ -13,12 +13,12 @@ import dataclasses
 import functools
 import inspect
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from wellposed.files import parse_toml
 from wellposed.train.recipe import Recipe, checked, field_types, require_known
 from wellposed.train.recipe_values import NONE, kind_of
 
@@ -121,8 +121,8 @@ def model_options(texts: Iterable[str]) -> dict[str, Any]:
 def _toml_value(name: str, text: str) -> Any:
     """A TOML value; a single word needs no quotes."""
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"value = {text}")
+    except ValueError:
         parsed = {}
     if parsed.keys() == {"value"}:
         return parsed["value"]

@@ -66,7 +66,7 @@ class Recipe:
         "without skips only the latter starts to learn")
     pretrained: bool = _field(False, "Model", "start from the weights that timm has for the model")
     start_from: str | None = _field(None, "Model",
-        "a .safetensors file or the folder of a run whose weights to start from; "
+        "a .safetensors or .pth file, or the folder of a run, whose weights to start from; "
         "a head that does not fit starts fresh")
     drop_path: float = _field(0.0, "Model", "stochastic depth")
 

@@ -15,8 +15,9 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "epochs", "batch_size", "accumulate", "eval_every", "log_every", "checkpoint_every", "keep",
         "limit", "image_size", "patch_size", "decoder_depth", "decoder_width", "target_kappa")),
     ("at least 0", lambda value: value >= 0, (
-        "seed", "workers", "monitor_every", "collapse_patience", "warmup_epochs", "min_lr", "weight_decay",
+        "workers", "monitor_every", "collapse_patience", "warmup_epochs", "min_lr", "weight_decay",
         "crop_padding", "mixup", "cutmix", "uniform_heads")),
+    ("at least 0 and below 2**63", lambda value: 0 <= value < 2**63, ("seed",)),
     ("in [0, 1]", lambda value: 0 <= value <= 1, (
         "flip", "erase", "smoothing", "drop_path", "color_jitter", "ema", "mix_probability")),
     ("in (0, 1]", lambda value: 0 < value <= 1, (

@@ -12,17 +12,17 @@ ValueError: ...mine.toml has an unknown field 'epoch'; did you mean 'epochs'?
 """
 
 import dataclasses
-import os
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from wellposed.files import parse_toml, read_bytes, write_text
 from wellposed.train.recipe import Recipe, checked, require_known
 from wellposed.train.recipe_values import nearest
 from wellposed.train.toml_text import table
 
+MOST_BYTES = 2**22
 SUFFIXES = (".toml", ".yaml", ".yml")
 
 
@@ -60,17 +60,7 @@ def recipe_text(recipe: Recipe) -> str:
 
 def write_recipe(recipe: Recipe, path: str | Path) -> None:
     """Write the recipe as TOML; a kill at any moment leaves the old file or the new one."""
-    path = Path(path)
-    content = recipe_text(recipe).encode()
-    staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with staged.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
+    write_text(path, recipe_text(recipe))
 
 
 def _read_text(path: Path) -> str:
@@ -82,16 +72,18 @@ def _read_text(path: Path) -> str:
         beside = [other.name for other in path.parent.glob("*") if other.suffix in SUFFIXES]
         raise FileNotFoundError(f"there is no recipe {path}{nearest(path.name, beside)}")
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return read_bytes(path, MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path} must be UTF-8 text, got a byte that is none in line {line}.") from error
+    except ValueError as error:
+        raise ValueError(f"expected a recipe in {path}, which cannot be read: {error}.") from error
 
 
 def _parse_toml(text: str, path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return parse_toml(text)
+    except ValueError as error:
         said = str(error).replace("end of document", f"the end, line {text.count(chr(10)) + 1}")
         raise ValueError(f"{path} is not valid TOML: {said}") from error
 
@@ -100,7 +92,13 @@ def _parse_yaml(text: str, path: Path) -> dict[str, Any]:
     import yaml  # type: ignore[import-untyped]
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Safe, with two traps of YAML 1.1 removed: 1e-3 as a text, and a key that hides another."""
+        """Safe, without 1e-3 as a text, a key that hides another, and aliases, which stand for gigabytes."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                mark = self.peek_event().start_mark
+                raise yaml.composer.ComposerError(None, None, "aliases are not supported", mark)
+            return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen = set()
@@ -117,6 +115,8 @@ def _parse_yaml(text: str, path: Path) -> dict[str, Any]:
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     try:
         values = yaml.load(text, Loader)
+    except RecursionError as error:
+        raise ValueError(f"{path} is not valid YAML: it is nested too deeply.") from error
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f" (at line {mark.line + 1}, column {mark.column + 1})"

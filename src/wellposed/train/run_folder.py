@@ -9,12 +9,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from wellposed.files import clear_staged
 from wellposed.train.recipe import Recipe
 from wellposed.train.recipe_file import read_recipe, write_recipe
 from wellposed.train.report import write_json
 from wellposed.train.report.result import read_json
 
-RECIPE = "recipe.toml"
+RECIPE, RESULT, ENVIRONMENT = "recipe.toml", "result.json", "environment.json"
 
 
 def default_folder(recipe: Recipe, without: Collection[str] = ()) -> Path:
@@ -49,14 +50,15 @@ def recipe_before(folder: Path) -> dict[str, Any]:
 
 
 def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any] | None:
-    """Make the folder ready for a run; returns the result of one that is finished already.
+    """Make a folder that is there ready for a run; returns the result of one that is finished already.
 
     Raises:
         ValueError: the folder holds a run of another recipe, or something that is no run.
     """
     file = folder / RECIPE
+    clear_staged(file, folder / ENVIRONMENT, folder / RESULT)
     if overwrite and file.is_file():
-        shutil.rmtree(folder)
+        _empty(folder)
     if file.is_file():
         before, now = decisive(Recipe.from_mapping(read_recipe(file))), decisive(recipe)
         if recipe.has_device_floor and "gray_floor" in now:
@@ -70,7 +72,7 @@ def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any]
             raise ValueError(
                 f"{folder} holds a run of another recipe ({listed}); take another --out, or --overwrite."
             )
-        result = folder / "result.json"
+        result = folder / RESULT
         if result.is_file():
             done = read_json(result)
             if done.get("finished"):
@@ -83,10 +85,23 @@ def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any]
                 f"expected a new folder or that of a run, {folder} holds {strangers[0]!r} and no {RECIPE}; "
                 "take another --out."
             )
-    folder.mkdir(parents=True, exist_ok=True)
     write_recipe(recipe, file)
     return None
 
 
+def _empty(folder: Path) -> None:
+    """Delete what is in the folder, which stays, with the lock on it.
+
+    A kill leaves a run that was interrupted: its result goes first, and the recipe that makes it a run last.
+    """
+    first, last = folder / RESULT, folder / RECIPE
+    inside = [path for path in folder.iterdir() if path not in (first, last)]
+    for path in (first, *inside, last):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def write_environment(folder: Path, environment: dict[str, Any]) -> None:
-    write_json(folder / "environment.json", environment)
+    write_json(folder / ENVIRONMENT, environment)

@@ -40,6 +40,10 @@ class Progress:
     """The last epoch whose end is dealt with: its test, or that it has none."""
     collapsed: int = 0
     """Tests in a row, up to the last one, with less than half of the best accuracy."""
+    measured: int = -1
+    """The last update after which the monitor has measured."""
+    sums: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
+    """Of the updates since the last line of the log, over all processes, and the images of one."""
 
 
 @dataclass(frozen=True)

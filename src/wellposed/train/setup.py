@@ -13,9 +13,9 @@ from wellposed import anatomy
 from wellposed.errors import UnknownModelError
 from wellposed.train.batches import choose_placement
 from wellposed.train.batches.checks import check_batch_size, check_images, check_share
-from wellposed.train.checkpoint.processes import from_first
+from wellposed.train.checkpoint.processes import from_first, rank, several, world
 from wellposed.train.data import ImageData, open_data
-from wellposed.train.launching import join_processes
+from wellposed.train.launching import join_processes, started_processes
 from wellposed.train.mae_check import check_mae
 from wellposed.train.model import Built, build_model, with_gray_floor
 from wellposed.train.recipe import Recipe
@@ -38,12 +38,22 @@ def make_accelerator(recipe: Recipe, trackers: list[str], project: str | Path) -
     if not torch.distributed.is_initialized():
         # Accelerate keeps the first accelerator's settings for the whole process.
         AcceleratorState._reset_state(reset_partial_state=True)
-    return Accelerator(
-        cpu=recipe.device == "cpu",
+    accelerator = Accelerator(
+        # Several processes without a GPU are one run only if Accelerate is told that they are on the CPU.
+        cpu=recipe.device == "cpu" or (started_processes() > 1 and not torch.cuda.is_available()),
         mixed_precision="bf16" if recipe.precision == "bf16" else "no",
         log_with=trackers or None,
         project_dir=str(project),
     )
+    joined = (rank(), world())
+    if joined != (accelerator.process_index, accelerator.num_processes) or world() < started_processes():
+        raise RuntimeError(
+            f"expected one run on {started_processes()} processes, as the launcher's WORLD_SIZE says, got "
+            f"process {rank()} of {world()} for torch and {accelerator.process_index} of "
+            f"{accelerator.num_processes} for Accelerate; start them with torchrun or accelerate launch, or "
+            "unset WORLD_SIZE for a run on one."
+        )
+    return accelerator
 
 
 @dataclass(frozen=True)
@@ -58,8 +68,8 @@ class Prepared:
 
 def prepare(recipe: Recipe, accelerator: Accelerator) -> Prepared:
     """Open the data and build the model; what does not fit together is told before anything is decoded."""
-    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-    if recipe.ema is not None and recipe.parallel == "fsdp2" and world > 1:
+    device = accelerator.device
+    if recipe.ema is not None and recipe.parallel == "fsdp2" and several():
         raise ValueError("ema keeps a whole copy of the model, got parallel=fsdp2; use ddp or leave it out.")
     data = open_data(
         recipe.data,
@@ -77,7 +87,7 @@ def prepare(recipe: Recipe, accelerator: Accelerator) -> Prepared:
     if recipe.task == "mae":
         check_mae(built.model, recipe.mask_ratio)
     assert recipe.image_size is not None
-    check_share(recipe, rank, world)
+    check_share(recipe, rank(), world())
     check_images(recipe, data, recipe.image_size, built.mean, built.std)
     check_batch_size(recipe, len(data.train))
     return Prepared(recipe, data, built, recipe.image_size)

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from wellposed.anatomy.model import refuse_wrapped
-from wellposed.models import few, misfits, read_weights, say_weights
+from wellposed.models import few, from_file, misfits, read_weights, say_weights
 from wellposed.surgery.insertion import Inserted
 from wellposed.train.linear_probe import classifiers
 
@@ -40,14 +40,15 @@ def start_from(model: nn.Module, source: str | Path) -> list[str]:
 
     Args:
         model: not yet compiled, sharded or replicated.
-        source: a .safetensors file, or the folder of a run: its best weights, else its last.
+        source: a file of weights (.safetensors, .pth, .pt, ...), or the folder of a run: its best weights,
+            else its last.
 
     Returns:
         Sentences: what was loaded, what was resampled and what starts fresh.
     """
     refuse_wrapped(model)
     path = weights_file(source)
-    state = read_weights(path)
+    state, taken = read_weights(path)
     plan, resampled = _plan(model, state), list[str]()
     if plan.misfits:
         converted = _converted_by_timm(model, state, path)
@@ -56,8 +57,13 @@ def start_from(model: nn.Module, source: str | Path) -> list[str]:
         raise _unfit(model, path, plan.misfits)
     own = model.state_dict()
     model.load_state_dict(own | plan.load)
-    say_weights(model, f"weights from {path}")
-    return [f"Weights from {path}: {len(plan.load)} of {len(own)} tensors.", *resampled, *plan.told]
+    words = from_file(path, taken)
+    say_weights(model, words)
+    return [
+        f"{words[:1].upper()}{words[1:]}: {len(plan.load)} of {len(own)} tensors.",
+        *resampled,
+        *plan.told,
+    ]
 
 
 def weights_file(source: str | Path) -> Path:
@@ -65,9 +71,7 @@ def weights_file(source: str | Path) -> Path:
     path = Path(source).expanduser()
     if not path.is_dir():
         if not path.exists() and not path.suffix:
-            raise FileNotFoundError(
-                f"expected a .safetensors file or the folder of a run, there is no {path}."
-            )
+            raise FileNotFoundError(f"expected a file of weights or the folder of a run, there is no {path}.")
         return path
     for name in _IN_A_RUN:
         if (path / name).is_file():

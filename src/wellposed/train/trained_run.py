@@ -6,9 +6,10 @@ A run has several: those it started from, its checkpoints, the last ones and the
     diagnosis = wellposed.diagnose(run.model("best"), run.images)
 """
 
+import contextlib
 import dataclasses
 import functools
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,9 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from wellposed.files import read_object
 from wellposed.models import load_weights, say_weights
 from wellposed.train.batches.augment import normalised
 from wellposed.train.batches.preparation import scale
+from wellposed.train.checkpoint.manifest import file_hash
 from wellposed.train.data import decode_readable, open_data
 from wellposed.train.environment import without_secrets
 from wellposed.train.eps import EpsSchedule
@@ -123,7 +126,9 @@ class TrainedRun:
             raise FileNotFoundError(
                 f"expected {weights}/{WEIGHTS} in {self.folder}, there is none{instead}. {_WHEN}"
             )
-        return self._moment(weights, int(_config(file.parent)["wellposed"]["update"]), file)
+        with _fields_of(file.parent):
+            update = int(_config(file.parent)["wellposed"]["update"])
+        return self._moment(weights, update, file)
 
     def through_training(self) -> list[Moment]:
         """The start, every checkpoint that was kept, and the end."""
@@ -150,6 +155,7 @@ class TrainedRun:
             recipe = dataclasses.replace(recipe, start_from=None, pretrained=False)
         model = build_model(recipe, self.classes, self.channels).model
         if moment.file is not None:
+            _require_own(moment.file)
             # Of a masked autoencoder the encoder is kept, without the head that timm gives it.
             load = start_from if recipe.task == "mae" else load_weights
             load(model, moment.file)
@@ -185,13 +191,17 @@ def open_run(
     folder = Path(folder).expanduser()
     _require_run(folder)
     recipe = Recipe.from_mapping(read_recipe(folder / RECIPE))
-    expects = _config(folder)["pretrained_cfg"]
+    config = _config(folder)
+    with _fields_of(folder):
+        expects = dict(config["pretrained_cfg"])
+        classes, channels = int(expects["num_classes"]), int(expects["input_size"][0])
+        updates = _planned_updates(folder)
     return TrainedRun(
         folder=folder,
         recipe=recipe,
-        updates=_planned_updates(folder),
-        classes=int(expects["num_classes"]),
-        channels=int(expects["input_size"][0]),
+        updates=updates,
+        classes=classes,
+        channels=channels,
         expects=expects,
         device=_device(recipe) if device is None else torch.device(device),
         count=images,
@@ -208,6 +218,31 @@ def _require_run(folder: Path) -> None:
     if (folder / WEIGHTS).is_file():
         raise ValueError(
             f"expected the folder of a run, {folder} holds weights alone; name the folder that it lies in."
+        )
+
+
+@contextlib.contextmanager
+def _fields_of(folder: Path) -> Iterator[None]:
+    """Files of other values than a run writes are one sentence."""
+    try:
+        yield
+    except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise ValueError(
+            f"expected what a run writes in {_CONFIG} and result.json of {folder}, got other fields "
+            f"({type(error).__name__}: {error}); train again, or copy the folder again."
+        ) from error
+
+
+def _require_own(file: Path) -> None:
+    """Refuse weights that are not those that the run wrote, where it says which they are."""
+    if not (file.parent / _CONFIG).is_file():
+        return
+    with _fields_of(file.parent):
+        told = _config(file.parent)["wellposed"].get("sha256")
+    if told is not None and told != file_hash(file):
+        raise ValueError(
+            f"expected the weights that the run wrote, {file} holds others (its SHA-256 is not that in "
+            f"{_CONFIG}); copy the folder again, or name the file as weights= of a model."
         )
 
 
@@ -228,8 +263,7 @@ def _config(weights: Path) -> dict[str, Any]:
     """What was written beside weights: of a run, beside its last or best."""
     for folder in (weights, weights / "last", weights / "best"):
         if (folder / _CONFIG).is_file():
-            config: dict[str, Any] = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-            return config
+            return read_object(folder / _CONFIG)
     raise FileNotFoundError(
         f"expected weights with a {_CONFIG} in last or best of {weights}, there are none. {_WHEN}"
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from wellposed.train.batches.augment import normalised
 from wellposed.train.batches.batch import EvalBatch
 from wellposed.train.batches.items import Items, Key, refuse_missing
-from wellposed.train.batches.loader import loader
+from wellposed.train.batches.loader import loader, read_by
 from wellposed.train.batches.order import Indices
 from wellposed.train.batches.preparation import scale
 from wellposed.train.batches.streamed import collect_unreadable
@@ -96,7 +96,7 @@ class StreamedEval:
     def __iter__(self) -> Iterator[EvalBatch]:
         keys = [[Key(0, image, image) for image in batch] for batch in self._indices.tolist()]
         batches = loader(self.items, keys, self.workers, self.device, persistent=False)
-        for loaded, weights in zip(batches, self._weights, strict=True):
+        for loaded, weights in zip(read_by(batches), self._weights, strict=True):
             refuse_missing(loaded, self.items)
             collect_unreadable(loaded, self.unreadable)
             was_read = np.array([not problem for problem in loaded.problems], np.float32)

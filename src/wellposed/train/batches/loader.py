@@ -3,12 +3,16 @@
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
+from wellposed.errors import WorkerDiedError
 from wellposed.train.batches.items import Item, Items, Key, together
+
+T = TypeVar("T")
 
 PREFETCH = 4
 """Batches that each worker makes ahead."""
@@ -37,6 +41,19 @@ def loader(
         # Of its own: DataLoader would otherwise draw from the global one.
         generator=torch.Generator().manual_seed(0),
     )
+
+
+def read_by(batches: Iterable[T]) -> Iterator[T]:
+    """What workers read; one that died is an error that says what to do."""
+    try:
+        yield from batches
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise WorkerDiedError(
+            f"a process that reads images died ({str(error).splitlines()[0]}), as they do when the memory is "
+            "full; the same command resumes from the last checkpoint. Fewer workers= need less memory."
+        ) from error
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from wellposed.train.batches.batch import Batch, updates
 from wellposed.train.batches.items import Item, Items, Key, Loaded, refuse_missing, together
-from wellposed.train.batches.loader import loader
+from wellposed.train.batches.loader import loader, read_by
 from wellposed.train.batches.order import Indices, Order
 from wellposed.train.batches.preparation import Preparation
 from wellposed.train.batches.upload import Uploads
@@ -75,7 +75,7 @@ class StreamedBatches:
             device = self.preparation.device
             self._loader = loader(self.items, self._keys, self.workers, device, persistent=True)
         # Kept here and not by this generator, so that close() can let go of it.
-        self._batches = iter(self._loader)
+        self._batches = read_by(self._loader)
         for update in range(start, stop):
             if turn != self._turn:
                 raise RuntimeError(

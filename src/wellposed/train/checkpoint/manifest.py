@@ -11,6 +11,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from wellposed.files import parse_json, read_bytes
+
 NAME = "manifest.json"
 FORMAT = "wellposed checkpoint"
 VERSION = 1
@@ -22,7 +24,9 @@ class DamagedError(Exception):
 
 def describe(folder: Path, names: Iterable[str], update: int) -> bytes:
     """The content of a manifest for files that are in the folder already."""
-    files = {name: {"size": (folder / name).stat().st_size, "sha256": _hash(folder / name)} for name in names}
+    files = {
+        name: {"size": (folder / name).stat().st_size, "sha256": file_hash(folder / name)} for name in names
+    }
     return _sealed({"format": FORMAT, "version": VERSION, "update": update, "files": files})
 
 
@@ -42,9 +46,9 @@ def verified_files(folder: Path, update: int) -> tuple[str, ...]:
 
 
 def _read(path: Path, update: int) -> dict[str, dict[str, Any]]:
-    content = path.read_bytes()
     try:
-        manifest = json.loads(content)
+        content = read_bytes(path)
+        manifest = parse_json(content)
     except ValueError as error:
         raise DamagedError(f"{NAME} cannot be read ({error})") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -68,7 +72,7 @@ def _verify(path: Path, facts: dict[str, Any]) -> None:
     size = path.stat().st_size
     if size != facts["size"]:
         raise DamagedError(f"{path.name} has {size:,} bytes, {NAME} says {facts['size']:,}")
-    if _hash(path) != facts["sha256"]:
+    if file_hash(path) != facts["sha256"]:
         raise DamagedError(f"the content of {path.name} is not what {NAME} says")
     if path.suffix == ".safetensors":
         try:
@@ -78,7 +82,8 @@ def _verify(path: Path, facts: dict[str, Any]) -> None:
             raise DamagedError(f"{path.name} is not in the safetensors format ({error})") from error
 
 
-def _hash(path: Path) -> str:
+def file_hash(path: Path) -> str:
+    """SHA-256."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

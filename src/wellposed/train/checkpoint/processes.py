@@ -17,12 +17,22 @@ Outline = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
 
 
+def world() -> int:
+    """How many processes the run has."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Which of them this is."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return world() > 1
 
 
 def is_first() -> bool:
-    return not several() or dist.get_rank() == 0
+    return rank() == 0
 
 
 def outline(tensor: Tensor) -> Outline:

@@ -26,6 +26,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from wellposed.files import parse_json, read_bytes
 from wellposed.train.checkpoint import durable, manifest
 from wellposed.train.checkpoint.plain_values import decode, encode
 
@@ -223,8 +224,8 @@ def _open(path: Path, update: int) -> Checkpoint:
     if _STATE not in files:
         raise manifest.DamagedError(f"{_STATE} is missing")
     try:
-        state = decode(json.loads((path / _STATE).read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
+        state = decode(parse_json(read_bytes(path / _STATE)))
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise manifest.DamagedError(f"{_STATE} cannot be read ({error})") from error
     stems = tuple(Path(name).stem for name in files if name.endswith(".safetensors"))
     return Checkpoint(path, update, state, stems)

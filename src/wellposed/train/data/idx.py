@@ -12,9 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
+from wellposed.files import read_bytes
 from wellposed.train.data.compact import Bytes
 from wellposed.train.data.images import PixelImages
 from wellposed.train.data.split import Contents, Part
+
+MOST_BYTES = 2**28
 
 CLASSES = (
     "T-shirt/top",
@@ -54,7 +57,7 @@ def read_idx(path: Path, axes: int) -> Bytes:
     if found is None:
         raise FileNotFoundError(f"there is no {path}, nor {path.name}.gz.")
     try:
-        raw = gzip.decompress(found.read_bytes()) if found.suffix == ".gz" else found.read_bytes()
+        raw = _content(found)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{found} is cut or damaged ({error}); get it anew.") from error
     header = 4 + 4 * axes
@@ -65,6 +68,17 @@ def read_idx(path: Path, axes: int) -> Bytes:
         expected = " x ".join(map(str, shape))
         raise ValueError(f"expected {expected} values in {found}, got {len(raw) - header}; get it anew.")
     return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
+
+
+def _content(path: Path) -> bytes:
+    """Of the file, unpacked where it is; no set of this format has more than :data:`MOST_BYTES`."""
+    if path.suffix != ".gz":
+        return read_bytes(path, MOST_BYTES)
+    with gzip.open(path) as file:
+        raw = file.read(MOST_BYTES + 1)
+    if len(raw) > MOST_BYTES:
+        raise ValueError(f"expected at most {MOST_BYTES:,} bytes in {path}, got more; get it anew.")
+    return raw
 
 
 def _with_gz(path: Path) -> Path | None:

@@ -12,7 +12,8 @@ from typing import IO, Self
 import numpy as np
 from PIL import Image
 
-from wellposed.probes.image_sources import decode, reason
+from wellposed.files import require_regular
+from wellposed.probes.image_sources import decode, reason, require_picture
 from wellposed.train.data.compact import Bytes, Indices, Slices
 
 
@@ -135,12 +136,19 @@ def _formats() -> tuple[str, ...]:
 
 def opened(file: str | IO[bytes]) -> Image.Image:
     """The picture, of which the header is read."""
+    if isinstance(file, str):
+        require_regular(file)
     picture = Image.open(file, formats=_formats())
     if picture.mode in ("I", "F"):
         picture.close()
         raise ValueError(
             f"the range of its values, of mode {picture.mode}, is not known; save it with 8 bits"
         )
+    try:
+        require_picture(picture)
+    except ValueError:
+        picture.close()
+        raise
     return picture
 
 

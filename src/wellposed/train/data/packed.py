@@ -5,6 +5,8 @@ For each split, ``train`` and ``test``: ``<split>_bytes`` (all JPEG or PNG files
 ``photographs``, whether mirroring makes sense (true where it is missing).
 """
 
+import lzma
+import math
 import os
 import zipfile
 import zlib
@@ -18,6 +20,18 @@ from wellposed.train.data.compact import Fingerprint, MappedBytes, Slices
 from wellposed.train.data.images import NumberedImages
 from wellposed.train.data.split import Contents, Part
 
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+    MemoryError,
+    KeyError,
+)
+"""Of zip files and numpy's: also encrypted ones (RuntimeError), or of an unknown compression."""
+MOST_UNPACKED, MOST_RATIO = 2**26, 100
 _LOCAL_HEADER = 30  # bytes of a zip member's own header, before its name
 
 
@@ -29,11 +43,43 @@ def packed(path: Path) -> Contents:
         if not isinstance(file, np.lib.npyio.NpzFile):
             raise ValueError("it holds one array")
         with file:
+            assert file.zip is not None
+            for member in file.zip.infolist():
+                _require_plausible(member)
             return _contents(path, file)
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
+    except _DAMAGE as error:
         raise ValueError(
             f"{path} cannot be read as a packed set: {error}. wellposed pack makes one from a folder."
         ) from error
+
+
+def _require_plausible(member: zipfile.ZipInfo) -> None:
+    """Refuse what would unpack to far more than the file holds: images are compressed already."""
+    if member.file_size > MOST_UNPACKED and member.file_size > MOST_RATIO * member.compress_size:
+        raise ValueError(
+            f"{member.filename} would unpack from {member.compress_size:,} to {member.file_size:,} bytes"
+        )
+
+
+def _array(file: Any, name: str) -> npt.NDArray[Any]:
+    """A small array, whose header says no more than the file has."""
+    member = file.zip.getinfo(f"{name}.npy")
+    with file.zip.open(member) as opened:
+        shape, dtype, header = _header(opened)
+    if not dtype.hasobject and math.prod(shape) * dtype.itemsize + header != member.file_size:
+        raise ValueError(
+            f"{name} must have {shape} values of {dtype}, got {member.file_size - header:,} bytes"
+        )
+    array: npt.NDArray[Any] = file[name]
+    return array
+
+
+def _header(opened: Any) -> tuple[tuple[int, ...], np.dtype[Any], int]:
+    """Shape, type and where the values begin."""
+    version = np.lib.format.read_magic(opened)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(opened)
+    return shape, dtype, opened.tell()
 
 
 def _contents(path: Path, file: Any) -> Contents:
@@ -44,10 +90,10 @@ def _contents(path: Path, file: Any) -> Contents:
         held = "has a test split only; it is for measuring" if "test" in parts else "has no images"
         raise ValueError(f"it {held}, not for training; give a set with a train split")
     return Contents(
-        classes=tuple(map(str, file["classes"])),
+        classes=tuple(map(str, _array(file, "classes"))),
         train=parts["train"],
         test=parts.get("test"),
-        photographs=bool(file["photographs"]) if "photographs" in file else True,
+        photographs=bool(_array(file, "photographs")) if "photographs" in file else True,
     )
 
 
@@ -55,7 +101,7 @@ def _part(path: Path, file: Any, split: str) -> Part:
     missing = [name for name in (f"{split}_offsets", f"{split}_labels") if name not in file]
     if missing:
         raise ValueError(f"it has {split}_bytes, but no {' and no '.join(missing)}")
-    offsets: npt.NDArray[Any] = file[f"{split}_offsets"]
+    offsets = _array(file, f"{split}_offsets")
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets):
         raise ValueError(f"{split}_offsets must be one row of integers, got {offsets.dtype} {offsets.shape}")
     data = _bytes(path, file, f"{split}_bytes")
@@ -63,21 +109,18 @@ def _part(path: Path, file: Any, split: str) -> Part:
     if offsets[0] < 0 or offsets[-1] > len(data) or (np.diff(offsets) < 0).any():
         raise ValueError(f"{split}_offsets must ascend from 0 to the {len(data)} bytes of {split}_bytes")
     slices = Slices(data, offsets[:-1], offsets[1:])
-    return Part(NumberedImages(slices, f"{path} {split} image"), file[f"{split}_labels"])
+    return Part(NumberedImages(slices, f"{path} {split} image"), _array(file, f"{split}_labels"))
 
 
 def _bytes(path: Path, file: Any, name: str) -> Any:
     """The array of bytes: mapped from the file where it is stored plainly, else read into memory."""
     member = file.zip.getinfo(f"{name}.npy")
     with file.zip.open(member) as opened:
-        version = np.lib.format.read_magic(opened)
-        read = (
-            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        )
-        shape, _, dtype = read(opened)
-        header = opened.tell()
+        shape, dtype, header = _header(opened)
     if dtype != np.uint8 or len(shape) != 1:
         raise ValueError(f"{name} must be one row of bytes, got {dtype} {shape}")
+    if header + shape[0] != member.file_size:
+        raise ValueError(f"{name} must have {shape[0]:,} bytes, got {member.file_size - header:,}")
     if member.compress_type != zipfile.ZIP_STORED:
         return file[name]
     with path.open("rb") as raw:

@@ -5,11 +5,14 @@
 """
 
 import glob
+import itertools
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
+MOST_SHARDS = 100_000
 _REMOTE = re.compile(r"(pipe|https?|s3|gs|gcs|az|hf|ftp)\s*:")
 
 
@@ -43,23 +46,30 @@ def _existing(name: str) -> list[Path]:
 
 def braces_expanded(pattern: str) -> list[str]:
     """All texts that a pattern with braces means, as a shell has it."""
+    found = list(itertools.islice(_expanded(pattern), MOST_SHARDS + 1))
+    if len(found) > MOST_SHARDS:
+        raise ValueError(f"expected at most {MOST_SHARDS:,} shards, got the pattern {pattern!r}.")
+    return found
+
+
+def _expanded(pattern: str) -> Iterator[str]:
     match = _BRACES.search(pattern)
     if match is None:
-        return [pattern]
+        yield pattern
+        return
     before, after = pattern[: match.start()], pattern[match.end() :]
-    return [
-        expanded for option in _options(match[1]) for expanded in braces_expanded(f"{before}{option}{after}")
-    ]
+    for option in _options(match[1]):
+        yield from _expanded(f"{before}{option}{after}")
 
 
-def _options(inside: str) -> list[str]:
+def _options(inside: str) -> Iterable[str]:
     numbers = _RANGE.fullmatch(inside)
     if numbers is None:
         return inside.split(",")
     first, last = numbers[1], numbers[2]
     if int(first) > int(last):
         raise ValueError(f"expected an ascending range of shards, got {{{inside}}}.")
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
 
 
 def _outer_parts(spec: str) -> list[str]:

@@ -5,16 +5,16 @@ ppm) and its label, a number as text in ``cls`` or under "label" in ``json``. Ea
 then any image is one read, so that the order of training is exact and a run can be resumed anywhere.
 """
 
-import json
 import os
 import tarfile
 from functools import lru_cache
 from io import BufferedReader, BytesIO, RawIOBase
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 
+from wellposed.files import parse_json
 from wellposed.train.data.checks import numbered_classes
 from wellposed.train.data.compact import Fingerprint, Indices, Slices
 from wellposed.train.data.images import EncodedImages
@@ -27,6 +27,8 @@ _IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "ppm")
 _LABEL_ENDINGS = ("cls", "json")
 _BLOCK = tarfile.BLOCKSIZE
 _OPEN_FILES = 64
+MOST_OF_A_HEADER = 2**20
+"""Bytes, of a member's header and of a label."""
 
 
 class ShardImages(EncodedImages):
@@ -105,6 +107,21 @@ class _Window(RawIOBase):
         return len(content)
 
 
+class _Headers:
+    """A tar file of which headers are read, none longer than :data:`MOST_OF_A_HEADER`.
+
+    tarfile reads as many bytes as a header says that its own extension has.
+    """
+
+    def __init__(self, file: BufferedReader) -> None:
+        self._file, self.seek, self.tell = file, file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        if size > MOST_OF_A_HEADER:
+            raise tarfile.ReadError(f"a header of {size:,} bytes")
+        return self._file.read(size)
+
+
 class _Sample(NamedTuple):
     member: str
     start: int
@@ -148,7 +165,7 @@ def samples_of(path: Path) -> tuple[Fingerprint, list[_Sample]]:
     end = 0
     with path.open("rb") as file:
         try:
-            with tarfile.open(fileobj=file, mode="r:") as archive:
+            with tarfile.open(fileobj=cast(IO[bytes], _Headers(file)), mode="r:") as archive:
                 for member in archive:
                     end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
                     key, ending = _key_and_ending(member.name)
@@ -190,13 +207,15 @@ def _sample(path: Path, file: IO[bytes], key: str, endings: dict[str, tarfile.Ta
         raise ValueError(
             f"expected {' or '.join(expected)} for the sample {key} of {path}, got {', '.join(endings)}."
         )
+    if label.size > MOST_OF_A_HEADER:
+        raise ValueError(f"expected a label in {label.name} of {path}, got {label.size:,} bytes.")
     file.seek(label.offset_data)
     return _Sample(image.name, image.offset_data, image.size, _label(path, label.name, file.read(label.size)))
 
 
 def _label(path: Path, name: str, content: bytes) -> int:
     try:
-        value = json.loads(content)["label"] if name.lower().endswith("json") else int(content)
+        value = parse_json(content)["label"] if name.lower().endswith("json") else int(content)
         if type(value) is int:
             return value
     except (ValueError, KeyError, TypeError):

@@ -121,14 +121,18 @@ class Reporter:
         images: int,
         accuracy: float | None = None,
         grad_norm: float | None = None,
+        timed: int | None = None,
         **more: float,
     ) -> None:
-        """Numbers of the updates since the last call, and how many images they took."""
+        """Numbers of the updates since the last call, and how many images they took.
+
+        ``timed`` are the images since this start, where a resumed run has some of before in its numbers.
+        """
         self._update = update
         if not self._main:
             return
         now = time.monotonic()
-        rate = images / max(now - self._counted, 1e-9)
+        rate = (images if timed is None else timed) / max(now - self._counted, 1e-9)
         self._counted = now
         self._status.loss, self._status.accuracy, self._status.rate = loss, accuracy, rate
         given = {"loss": loss, "accuracy": accuracy, "lr": lr, "grad_norm": grad_norm, **more}

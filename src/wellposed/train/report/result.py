@@ -1,22 +1,25 @@
 """JSON files that are whole or not there."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from wellposed.files import parse_json, read_bytes, write_text
 from wellposed.train.report.run_log import plain
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; an error names the file."""
     try:
-        values = json.loads(path.read_bytes())
+        values = parse_json(read_bytes(path))
     except ValueError as error:
         raise _damaged(path, str(error)) from error
     if not isinstance(values, dict):
         raise _damaged(path, f"it holds a {type(values).__name__}")
+    for name in ("test", "best", "about"):
+        if not isinstance(values.get(name), (dict, type(None))):
+            raise _damaged(path, f"its {name} is a {type(values[name]).__name__}")
     return values
 
 
@@ -28,11 +31,5 @@ def _damaged(path: Path, why: str) -> ValueError:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON object, beside the file first and then in its place: a kill leaves the old one whole."""
-    text = json.dumps(plain(values), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-    staged = path.with_name(f".{path.name}.staged")
-    with staged.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staged, path)
+    """Write a JSON object; a kill leaves the old one whole."""
+    write_text(path, json.dumps(plain(values), indent=1, allow_nan=False, ensure_ascii=False) + "\n")

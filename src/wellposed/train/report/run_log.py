@@ -23,7 +23,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from wellposed.files import parse_json, read_bytes
+
 NAME = "run.jsonl"
+MOST_BYTES = 2**32
 NUMBERS = ("train", "monitor", "test")
 """Events of which the newest of an update counts."""
 
@@ -63,7 +66,7 @@ def read_run(folder: str | Path) -> list[dict[str, Any]]:
     path = Path(folder) / NAME
     if not path.is_file():
         raise FileNotFoundError(f"expected a {NAME} in {folder}, there is none; is it the folder of a run?")
-    lines = path.read_bytes().split(b"\n")
+    lines = read_bytes(path, MOST_BYTES).split(b"\n")
     return current(_parse(number, line) for number, line in enumerate(lines, 1) if line)
 
 
@@ -105,7 +108,7 @@ def _place(line: Mapping[str, Any]) -> tuple[Any, Any]:
 
 def _parse(number: int, line: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(line.decode())
+        values = parse_json(line.decode())
     except ValueError:
         values = None
     if not isinstance(values, dict) or "event" not in values:

@@ -1,6 +1,5 @@
 """The state of a run in a line of text."""
 
-import math
 from dataclasses import dataclass
 
 from wellposed.records import short
@@ -24,11 +23,11 @@ class Status:
         """
         parts = []
         if self.loss is not None:
-            parts.append(f"loss {number(self.loss)}")
+            parts.append(f"loss {short(self.loss)}")
         if self.test_accuracy is not None:
             parts.append(f"test {percent(self.test_accuracy, 1)}")
         elif self.test_loss is not None:
-            parts.append(f"test loss {number(self.test_loss)}")
+            parts.append(f"test loss {short(self.test_loss)}")
         if left is not None:
             parts.append(f"{duration(left)} left")
         if self.rate is not None:
@@ -62,22 +61,13 @@ def duration(seconds: float) -> str:
     return (f"{days} d " if days else "") + f"{hour}:{minute:02}:{second:02}"
 
 
-def number(value: float) -> str:
-    """Three digits, also of what is no number.
-
-    >>> number(0.98765), number(float("inf"))
-    ('0.988', 'inf')
-    """
-    return short(value) if math.isfinite(value) else str(value)
-
-
 def rate(value: float) -> str:
     """Images in a second.
 
     >>> rate(3.14159), rate(40_123.4)
     ('3.14', '40,123')
     """
-    return f"{value:,.0f}" if value >= 100 else number(value)
+    return f"{value:,.0f}" if value >= 100 else short(value)
 
 
 def percent(share: float, digits: int = 2) -> str:

@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from wellposed.records import AT_LEAST
+
 
 def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What :func:`wellposed.train.report.read_run` gives, as one mapping of plain values.
@@ -62,6 +64,7 @@ def _without(line: Mapping[str, Any] | None, *names: str) -> dict[str, Any] | No
 
 
 def _worst_kappas(line: Mapping[str, Any]) -> dict[str, float]:
+    """Of each position; with ``POSITION/at_least`` where one of them is a bound."""
     worst: dict[str, float] = {}
     for key, value in line.items():
         measure, _, place = key.partition("/")
@@ -77,9 +80,17 @@ def _mean_entropy(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _first_and_last(measured: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """For each name, its first and last value."""
+    """For each name, its first and last value; ``first/at_least`` is 1 where that is a bound."""
     found: dict[str, dict[str, float]] = {}
     for values in measured:
-        for name, value in values.items():
-            found.setdefault(name, {"first": value})["last"] = value
+        for name in values:
+            if not name.endswith(AT_LEAST):
+                told = found.setdefault(name, _of_one("first", values, name))
+                told.pop(f"last{AT_LEAST}", None)
+                told |= _of_one("last", values, name)
     return found
+
+
+def _of_one(when: str, values: Mapping[str, float], name: str) -> dict[str, float]:
+    is_bound = {when + AT_LEAST: 1.0} if values.get(name + AT_LEAST) else {}
+    return {when: values[name]} | is_bound

@@ -7,10 +7,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from wellposed.records import short
+from wellposed.records import named_text, short
 from wellposed.text import aligned
 from wellposed.train.recipe import Recipe
-from wellposed.train.report.status import duration, number, percent, rate
+from wellposed.train.report.status import duration, percent, rate
 
 FILES = {
     "best": "weights of the best test, with a card",
@@ -92,19 +92,20 @@ def _results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     for name, line in (("best", best), ("last", test)):
         if line is None:
             continue
-        told = [f"loss {number(line['loss'])}"] if line.get("loss") is not None else []
+        told = [f"loss {short(line['loss'])}"] if line.get("loss") is not None else []
         if line.get("accuracy") is not None:
             told.insert(0, percent(line["accuracy"]))
         if line.get("ema_accuracy") is not None:
             told.insert(1, f"EMA {percent(line['ema_accuracy'])}")
         rows.append((f"{name} test", f"{', '.join(told)} (epoch {line['epoch']})"))
     if train is not None and train.get("loss") is not None:
-        rows.append(("last training loss", number(train["loss"])))
+        rows.append(("last training loss", short(train["loss"])))
     return rows
 
 
 def _change(values: Mapping[str, float]) -> str:
-    return f"{number(values['first'])} -> {number(values['last'])}"
+    first, last = (named_text(values, when) for when in ("first", "last"))
+    return f"{first} -> {last}"
 
 
 def _shown(value: object) -> str:

@@ -1,10 +1,11 @@
 """How far a run is, from the lines that its ``run.jsonl`` gets."""
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from wellposed.files import parse_json, read_bytes
 
 
 class Progress:
@@ -60,7 +61,7 @@ class Progress:
 def read_result(folder: Path) -> dict[str, Any]:
     """What the run's ``result.json`` says; empty if there is none that can be read."""
     try:
-        return _values((folder / "result.json").read_bytes())
+        return _values(read_bytes(folder / "result.json"))
     except OSError:
         return {}
 
@@ -72,7 +73,7 @@ def is_finished(result: Mapping[str, Any]) -> bool:
 
 def _values(text: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except ValueError:
         return {}
     return values if isinstance(values, dict) else {}

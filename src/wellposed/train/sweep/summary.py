@@ -1,16 +1,16 @@
 """The end of a sweep: a line for each run, and over the seeds of each recipe the mean and the deviation."""
 
-import csv
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wellposed.files import write_cells
+from wellposed.records import short
 from wellposed.text import aligned
 from wellposed.train.report import write_json
-from wellposed.train.report.status import duration, number, percent, rate
+from wellposed.train.report.status import duration, percent, rate
 from wellposed.train.report.summary import best_accuracy
 from wellposed.train.sweep import progress
 from wellposed.train.sweep.children import Child
@@ -76,7 +76,7 @@ def text(runs: Sequence[dict[str, Any]]) -> str:
     for run in runs:
         cells = (
             _told(run["accuracy"], percent),
-            _told(run["loss"], number),
+            _told(run["loss"], short),
             _told(run["images_per_second"], rate),
             _told(run["seconds"], duration),
         )
@@ -104,14 +104,11 @@ def _told(value: float | None, words: Any) -> str:
 def save(runs: Sequence[dict[str, Any]], about: dict[str, Any], out: Path) -> None:
     """Write ``sweep.csv``, one line a run, and ``sweep.json``, with what the sweep was asked."""
     found = {group.recipe: group for group in groups(runs)}
-    staged = out / f".sweep.csv.{os.getpid()}.tmp"
-    with staged.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([*COLUMNS, *GROUP_COLUMNS])
-        for run in runs:
-            group = found[run["recipe"]]
-            values = (*(run[name] for name in COLUMNS), group.mean, group.std, group.n)
-            writer.writerow(["" if value is None else value for value in values])
-    staged.replace(out / "sweep.csv")
+    rows = [
+        [*(run[name] for name in COLUMNS), group.mean, group.std, group.n]
+        for run in runs
+        for group in (found[run["recipe"]],)
+    ]
+    write_cells(out / "sweep.csv", [[*COLUMNS, *GROUP_COLUMNS], *rows])
     content = {**about, "runs": list(runs), "recipes": [vars(group) for group in found.values()]}
     write_json(out / "sweep.json", content)
