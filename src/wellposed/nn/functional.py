@@ -59,9 +59,9 @@ def gray(
             number for each matrix (...).
         method: ``"spectral"`` is the map above: exact on a CPU, by an eigendecomposition of the Gram matrix;
             by matrix products on a GPU, each singular value right to ``tolerance``. ``"svd"`` is the same by
-            ``torch.linalg.svd``; it is far slower on a GPU, and ONNX has none. ``"dct"`` is the paper's cheap stand-in. ``"condition"`` has no eps:
-            X + s_max U V^T (arXiv 2505.12789), whose kappa is at most 2. All gradients are finite where
-            singular values repeat or vanish.
+            ``torch.linalg.svd``; it is far slower on a GPU, and ONNX has none. ``"dct"`` is the paper's cheap
+            stand-in. ``"condition"`` has no eps: X + s_max U V^T (arXiv 2505.12789), of kappa at most 2. All
+            gradients are finite where singular values repeat or vanish.
         target_kappa: instead of eps, with ``"spectral"``: each matrix gets the eps that makes its kappa this
             one, or stays as it is if that is smaller already. kappa counts up to 1 / floor. The gradient
             takes the eps found for a constant.
@@ -152,16 +152,24 @@ def _broadcast(x: Tensor, scale: Tensor | None) -> Tensor:
 
 def _gray_dct(x: Tensor, eps: float | Tensor, *, rescale: bool, floor: float, half: bool) -> Tensor:
     coefficients = dct2(x, half=half)
-    magnitude = coefficients.abs()
+    if isinstance(eps, Tensor):
+        eps = eps.detach()
+    with torch.no_grad():
+        size = coefficients.abs().amax((-2, -1), keepdim=True)
+        # The inverse of a subnormal number is infinite; this one is normal, and that is all it must be.
+        unit = torch.where(size > 0, size, 1).clamp(2.0**-100, 2.0**100)
+    scaled = coefficients / unit
+    magnitude = scaled.abs()
     largest = magnitude.amax((-2, -1), keepdim=True)
     is_zero = largest == 0
     largest = torch.where(is_zero, 1, largest)
     # Of a zero matrix nothing is small beside the largest: its gradient is the identity.
     relative = torch.where(is_zero, 1, magnitude / largest)
-    size = largest
+    gain = power_gain(relative, eps, floor)
     if not rescale:
-        coefficients, size = coefficients / largest, torch.ones_like(largest)
-    return idct2(coefficients * power_gain(relative, eps, floor), half=half, size=size)
+        return idct2(scaled / largest * gain, half=half, size=torch.ones_like(largest))
+    # Multiplied by the unit at last, for the digits of what the gradient goes through.
+    return idct2(scaled * gain, half=half, size=largest) * unit
 
 
 def _in_float32(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
