@@ -2,8 +2,8 @@
 
     python benchmarks/largest_singular_value.py [--matrices 400] [--out FILE.csv]
 
-``products`` are those of Lanczos' start with the Gram matrix. The errors are relative and quantiles over the
-matrices; they are of the portable code, on a GPU too.
+``squarings`` are those of the Gram matrix that Lanczos' start is made of. The errors are relative and
+quantiles over the matrices; they are of the portable code, on a GPU too.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import torch
 from timing import write
 from torch import Tensor
 
-from wellposed.linalg.top_eigen import LANCZOS_STEPS, PRODUCTS, top_eigenpair
+from wellposed.linalg.top_eigen import LANCZOS_STEPS, START_SQUARINGS, top_eigenpair
 
 TOKENS, CHANNELS = 196, 768
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
@@ -36,15 +36,15 @@ def main() -> None:
     rows: list[list[object]] = []
     for name, A in grams(options.matrices).items():
         exact = torch.linalg.eigvalsh(A)[:, -1].sqrt()
-        for steps, products in ((24, 0), (LANCZOS_STEPS, 0), (LANCZOS_STEPS, PRODUCTS)):
-            got = top_eigenpair(A.float(), steps, products)[0].double().sqrt()
+        for steps, squarings in ((24, 0), (LANCZOS_STEPS, 0), (LANCZOS_STEPS, START_SQUARINGS)):
+            got = top_eigenpair(A.float(), steps, squarings)[0].double().sqrt()
             errors = ((got - exact) / exact).abs()
             told = (f"{errors.quantile(q).item():.1e}" for q in QUANTILES)
-            rows.append([name, steps, products, options.matrices, *told])
+            rows.append([name, steps, squarings, options.matrices, *told])
             print(*rows[-1], sep="  ", flush=True)
     if options.out is not None:
         comment = f"{TOKENS} tokens, float32, beside LAPACK in float64"
-        columns = ["spectrum", "steps", "products", "matrices", "median", "90%", "99%", "largest"]
+        columns = ["spectrum", "steps", "squarings", "matrices", "median", "90%", "99%", "largest"]
         write(options.out, comment, columns, rows)
 
 

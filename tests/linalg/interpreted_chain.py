@@ -26,13 +26,15 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 def compare(x: torch.Tensor, coefficients: torch.Tensor, delta: float, wide: int) -> tuple[float, float]:
     """Worst image of the result and of the gradient, beside float64."""
     y, Z, stack, lam, u = engine.forward(x, coefficients, delta, wide)
-    expected, *kept = spectral_chain.chain_forward(
-        x.double(), coefficients, delta, dtype=torch.float64, keep=True
+    expected, chain = spectral_chain.chain_forward(
+        x.double(), coefficients, delta, rescale=True, dtype=torch.float64, keep=True
     )
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
     grad = torch.empty_strided(x.shape, x.stride()).copy_(grad)
     slope = engine.backward(grad, x, Z, stack, lam, u, coefficients, delta)
-    true_slope = spectral_chain.chain_backward(grad.double(), x.double(), *kept, coefficients, delta)
+    true_slope = spectral_chain.chain_backward(
+        grad.double(), x.double(), chain, coefficients, delta, rescale=True
+    )
     assert y.dtype == slope.dtype == torch.float32
     return relative(y, expected), relative(slope, true_slope)
 

@@ -22,6 +22,16 @@ def test_two_derivatives_of_torch_func_are_refused(method: str) -> None:
         torch.func.grad(lambda x: slope(x).square().sum())(tokens())
 
 
+@pytest.mark.parametrize("method", ["spectral", "svd", "condition"])
+def test_a_gradient_penalty_is_refused_whatever_the_loss(method: str) -> None:
+    # The gradient of a sum needs no gradient itself, and neither does that of what it came through.
+    x = tokens().requires_grad_()
+    eps = None if method == "condition" else 0.7
+    (slope,) = torch.autograd.grad(gray(x, eps, method).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        slope.square().sum().backward()
+
+
 @pytest.mark.parametrize("method", ["spectral", "svd"])
 def test_one_derivative_is_as_before(method: str) -> None:
     x = tokens()

@@ -1,4 +1,4 @@
-"""The gradient of spectral_power: that of the chain to the last digits, that of the exact map to 1 %."""
+"""The gradient of spectral_power: that of its own map to the last digits, that of the exact one to 1 %."""
 
 import math
 
@@ -23,6 +23,8 @@ TOKENS, CHANNELS = 49, 80
 EPSILONS = (0.3, 0.5, 0.7, 0.9, 0.99)
 
 both_scales = pytest.mark.parametrize("rescale", [True, False], ids=["rescaled", "literal"])
+
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 def random(*shape: int, seed: int = 7) -> Tensor:
@@ -135,7 +137,7 @@ def test_finite_differences_of_a_batch_with_its_own_powers():
 
 
 def test_finite_differences_of_condition():
-    assert_by_finite_differences(spectral_condition, random(4, 6))
+    assert_by_finite_differences(lambda x: spectral_condition(x, floor=1e-4), random(4, 6))
 
 
 @both_scales
@@ -201,3 +203,20 @@ def test_second_derivative_is_refused_and_not_wrong():
     (first,) = torch.autograd.grad(spectral_power(x, 0.5).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         first.square().sum().backward()
+
+
+def by_direction(x: Tensor, eps: float) -> Tensor:
+    """Relative errors of the gradient (n, n) for the upstreams u_i v_j^T."""
+    U, _, Vh = torch.linalg.svd(x.double(), full_matrices=False)
+    upstream = (U.mT[:, None, :, None] * Vh[None, :, None]).flatten(0, 1)
+    actual = gradient(lambda x: spectral_power(x, eps), x.expand(len(upstream), -1, -1), upstream.to(x))
+    expected = exact_gradient(x, upstream.to(x), eps)
+    return (actual.double() - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
+
+
+@pytest.mark.parametrize(("eps", "bound"), [(0.1, 0.04), (0.3, 0.02), (0.7, 0.01)])
+def test_in_every_direction(eps, bound):
+    # Of the chain; seen 2.8 %, 1.1 % and 0.7 %. A gradient of all directions at once hides them.
+    for kappa in (30, 1e3):
+        x = with_singular_values(spectra(kappa, 13)["geometric"], 13, 17).matrix()
+        assert by_direction(x, eps).max() <= bound

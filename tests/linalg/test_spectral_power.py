@@ -31,6 +31,8 @@ FLOAT64_BOUND = 1e-3
 FLOAT32_BOUND = 2e-3
 FLOAT32_FLOOR = 1 / 300
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 def spectra(kappa: float, n: int = TOKENS) -> dict[str, Tensor]:
     return {
@@ -116,9 +118,9 @@ def test_patches_of_images(eps):
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 @pytest.mark.parametrize("eps", [0.3, 0.7, 0.99])
 def test_below_the_floor_monotone_and_bounded(eps, precision):
-    floor = {"float32": FLOAT32_FLOOR, "float64": 1e-4}[precision]
-    s = values(*(10 ** (-0.1 * k) for k in range(80)))  # down to 1e-8
+    s = values(*(10 ** (-0.1 * k) for k in range(90)))  # down to 1e-9
     x = torch.diag(s).to(getattr(torch, precision))
+    floor = spectral_plan(x, precision=precision).floor
     g = spectral_power(x, eps, precision=precision).diagonal().double()
     assert (g > 0).all()
     assert (g.diff() < 0).all()
@@ -252,3 +254,54 @@ def test_scale_passes_through(seed, tokens, channels, c):
     assert torch.linalg.matrix_norm(spectral_power(c * x, 0.5) / c - spectral_power(x, 0.5), 2) <= 1e-6
     literal = spectral_power(c * x, 0.5, rescale=False) - spectral_power(x, 0.5, rescale=False)
     assert torch.linalg.matrix_norm(literal, 2) <= 1e-6
+
+
+@pytest.mark.parametrize("size", [1e-310, 1e-200, 1e-160, 1e160, 1e200, 1e300])
+def test_float64_tokens_whose_squares_are_out_of_range(size):
+    x, upstream = (torch.randn(2, 8, 12, dtype=torch.float64, generator=generator(k)) for k in (4, 5))
+    leaf = x.clone().requires_grad_()
+    y = spectral_power(leaf, 0.7)
+    (slope,) = torch.autograd.grad(y, leaf, upstream)
+    sized = (size * x).requires_grad_()
+    y_sized = spectral_power(sized, 0.7)
+    (slope_sized,) = torch.autograd.grad(y_sized, sized, upstream)
+    torch.testing.assert_close(y_sized / size, y, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(slope_sized, slope, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e-160, 1e160, 1e200, 1e300])
+def test_the_literal_form_of_such_tokens(size):
+    x, upstream = (torch.randn(2, 8, 12, dtype=torch.float64, generator=generator(k)) for k in (4, 5))
+    leaf, sized = x.clone().requires_grad_(), (size * x).requires_grad_()
+    y, y_sized = (spectral_power(each, 0.7, rescale=False) for each in (leaf, sized))
+    torch.testing.assert_close(y_sized, y, rtol=1e-9, atol=1e-9)
+    (slope,) = torch.autograd.grad(y, leaf, upstream)
+    (slope_sized,) = torch.autograd.grad(y_sized, sized, upstream)
+    torch.testing.assert_close(slope_sized * size, slope, rtol=1e-9, atol=1e-9)
+
+
+def test_float16_is_rounded_after_the_division():
+    x = (torch.tensor([[1.0, 1.0], [1.0, 0.5]]) * 6e4).half()
+    expected = spectral_power(x.double() / 6e4, 0.3, rescale=False)
+    torch.testing.assert_close(spectral_power(x, 0.3, rescale=False).double(), expected, rtol=0, atol=2e-3)
+    small = (torch.tensor([[1.0, 1.0], [1.0, 0.5]]) * 2**-22).half()
+    torch.testing.assert_close(
+        spectral_power(small, 0.3, rescale=False).double(), expected, rtol=0, atol=2e-3
+    )
+
+
+@pytest.mark.parametrize("size", [2.0**-130, 2.0**-140])
+def test_subnormal_float32_tokens(size):
+    x = torch.randint(-64, 64, (6, 9), generator=generator(4)).float()
+    upstream = torch.randn(6, 9, generator=generator(5))
+    results = []
+    for factor in (1.0, size):
+        leaf = (factor * x).requires_grad_()
+        y = spectral_power(leaf, 0.7)
+        results.append((y.detach().double() / factor, torch.autograd.grad(y, leaf, upstream)[0]))
+    # The result is subnormal too, and has as few digits.
+    spacing = 8 * 2.0**-149 / size
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-6, atol=spacing)
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-3, atol=1e-3)
+    literal = spectral_power(size * x, 0.7, rescale=False)
+    torch.testing.assert_close(literal, spectral_power(x, 0.7, rescale=False), rtol=1e-5, atol=1e-5)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from reference.spectra import generator
-from wellposed.linalg import spectral_chain, spectral_condition, spectral_power
+from wellposed.linalg import spectral_condition, spectral_power
 from wellposed.nn.functional import gray
 
 pytestmark = pytest.mark.slow
@@ -173,21 +173,35 @@ def test_checkpointing():
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("needed", [True, False])
-def test_the_chain_is_kept_for_a_gradient_only(monkeypatch, needed):
+def test_what_the_gradient_needs_is_kept_for_it_only(monkeypatch, needed):
     seen = []
-    forward = spectral_chain.chain_forward
+    save = torch.autograd.function.FunctionCtx.save_for_backward
 
-    def watched(*args, keep: bool, **settings):
-        seen.append(keep)
-        return forward(*args, keep=keep, **settings)
+    def watched(context, *tensors):
+        seen.append(len(tensors))
+        return save(context, *tensors)
 
-    monkeypatch.setattr(spectral_chain, "chain_forward", watched)
+    monkeypatch.setattr(torch.autograd.function.FunctionCtx, "save_for_backward", watched)
     x = random(2, 9, 14).requires_grad_(needed)
     spectral_power(x, 0.7)
     with torch.no_grad():
         spectral_power(x, 0.7)
-    assert seen == [needed, False]
+    assert (seen[0] > seen[1]) == needed
+
+
+@pytest.mark.usefixtures("by_the_chain")
+@pytest.mark.parametrize("name", ["float32", "literal", "powers"])
+def test_the_chain_in_programs(name):
+    torch.compiler.reset()
+    x = random(2, 4, 7)
+    expected = value_and_gradient(OPERATIONS[name], x)
+    compiled = torch.compile(OPERATIONS[name], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(value_and_gradient(compiled, x), expected, rtol=1e-6, atol=1e-6)
+    weight = random(2, 4, 7, seed=14)
+    each = torch.func.vmap(torch.func.grad(lambda x, w: (OPERATIONS[name](x) * w).sum()))(x, weight)
+    torch.testing.assert_close(each, expected[1], rtol=1e-5, atol=1e-6)
 
 
 def test_any_strides():

@@ -76,3 +76,28 @@ def test_zero_and_bad_matrices_stay_alone():
     assert lam[2].isnan()
     for got, wanted in zip((lam, u), expected, strict=True):
         assert torch.equal(got[[0, 3]], wanted[[0, 3]])
+
+
+def orthogonal_to(start: torch.Tensor) -> torch.Tensor:
+    """A unit vector."""
+    other = torch.roll(start, 1)
+    other = other - (other @ start) / (start @ start) * start
+    return other / other.norm()
+
+
+@pytest.mark.parametrize("n", [2, 3, 30, 196])
+@pytest.mark.parametrize("gap", [0.5, 1e-6])
+def test_a_leading_vector_orthogonal_to_the_fixed_start(n, gap):
+    fixed = 0.5 + torch.frac(torch.arange(1, n + 1, dtype=torch.float32) * 0.61803399)
+    u = orthogonal_to(fixed.double())
+    A = u[:, None] * u + (1 - gap) * (torch.eye(n).double() - u[:, None] * u)
+    lam, _ = top_eigenpair(A[None])
+    torch.testing.assert_close(lam, torch.ones(1).double(), rtol=1e-6, atol=0)
+
+
+def test_one_large_token_beside_many_that_point_another_way():
+    # The column with the largest diagonal entry lies across the leading vector, all other columns along it.
+    A = torch.diag(torch.tensor([0.9] + [0.0] * 49).double())
+    A[1:, 1:] = 1 / 49
+    lam, _ = top_eigenpair(A[None])
+    torch.testing.assert_close(lam, torch.ones(1).double(), rtol=1e-12, atol=0)

@@ -71,3 +71,28 @@ def test_gradient_has_the_dtype_of_the_tokens_and_the_digits_of_float32(method, 
     torch.testing.assert_close(
         narrow.grad.double(), wide.grad, rtol=0, atol=unit * wide.grad.abs().max().item()
     )
+
+
+@over_methods
+@pytest.mark.parametrize("rescale", [True, False], ids=["rescaled", "literal"])
+@pytest.mark.parametrize("size", [2.0**-130, 2.0**-140])
+def test_gradient_of_subnormal_tokens_is_that_of_normal_ones(method, rescale, size):
+    x = torch.randint(-64, 64, (6, 9), generator=generator(4)).float()
+    upstream = torch.randn(6, 9, generator=generator(5))
+    slopes = []
+    for factor in (1.0, size):
+        leaf = (factor * x).requires_grad_()
+        out = gray(leaf, 0.7, method, rescale=rescale)
+        # The literal form's is larger by 1 / factor, which a small upstream takes back.
+        (slope,) = torch.autograd.grad(out, leaf, upstream * (2.0**-60 if not rescale else 1))
+        slopes.append(slope.double() * (1 if rescale else 2.0**60 * factor))
+    torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-3, atol=3e-3)
+
+
+@pytest.mark.parametrize("method", ["svd", "spectral", "dct"])
+def test_a_power_gets_no_gradient(method):
+    eps = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    x = random(4, 6)
+    gray(x, eps, method).sum().backward()
+    assert eps.grad is None
+    assert x.grad is not None

@@ -1,4 +1,4 @@
-r"""Orthonormal two-dimensional DCT-II as two matrix products.
+r"""Orthonormal two-dimensional DCT-II: by FFT on a CPU, as two matrix products on a GPU and in programs.
 
 .. math::
     C = D_N X D_D^T, \qquad
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from wellposed.linalg.eager import is_traced
 from wellposed.linalg.precision import without_autocast
 
 
@@ -41,21 +41,12 @@ def _cached_dct_matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tens
         return _compute_dct_matrix(n, dtype, device)
 
 
-def _is_traced() -> bool:
-    """Whether a tensor made now may belong to a tracer or transform and must not be kept."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or _get_current_dispatch_mode() is not None
-    )
-
-
 def dct_matrix(n: int, *, like: Tensor) -> Tensor:
     """The n x n orthonormal DCT-II matrix in the dtype and on the device of ``like``.
 
     Cached for each (n, dtype, device); inside a traced program it is part of the graph instead.
     """
-    make = _compute_dct_matrix if _is_traced() else _cached_dct_matrix
+    make = _compute_dct_matrix if is_traced() else _cached_dct_matrix
     return make(n, like.dtype, like.device)
 
 
@@ -75,35 +66,52 @@ def _half_products(x: Tensor, rows: Tensor, columns: Tensor, size: Tensor | None
     return out.to(x.dtype) * size
 
 
+def _by_fft(x: Tensor, inverse: bool) -> Tensor:
+    from scipy import fft  # here, since it takes a while
+
+    transform = fft.idctn if inverse else fft.dctn
+    # A tensor that is to be differentiated gives its numbers to nobody else.
+    out = transform(x.detach().numpy(), axes=(-2, -1), norm="ortho", workers=torch.get_num_threads())
+    return torch.from_numpy(out)
+
+
 class _Rotate(torch.autograd.Function):
     """rows @ x @ columns^T, whose gradient keeps its digits in a backward pass inside autocast too."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, rows: Tensor, columns: Tensor, half: bool, size: Tensor | None) -> Tensor:
-        return _half_products(x, rows, columns, size) if half else rows @ x @ columns.mT
+    def forward(
+        x: Tensor, rows: Tensor, columns: Tensor, inverse: bool, half: bool, size: Tensor | None
+    ) -> Tensor:
+        if half:
+            return _half_products(x, rows, columns, size)
+        if x.device.type == "cpu" and x.numel() > 0 and not is_traced():
+            return _by_fft(x, inverse)
+        return rows @ x @ columns.mT
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, rows, columns, ctx.half, _ = inputs
+        _, rows, columns, ctx.inverse, ctx.half, _ = inputs
         ctx.save_for_backward(rows, columns)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, columns = ctx.saved_tensors
         with without_autocast(grad):
-            return _rotate(grad, rows.mT, columns.mT, ctx.half), None, None, None, None
+            return _rotate(grad, rows.mT, columns.mT, not ctx.inverse, ctx.half), *[None] * 5
 
 
-def _rotate(x: Tensor, rows: Tensor, columns: Tensor, half: bool, size: Tensor | None = None) -> Tensor:
+def _rotate(
+    x: Tensor, rows: Tensor, columns: Tensor, inverse: bool, half: bool, size: Tensor | None = None
+) -> Tensor:
     # Plain products under forward-mode differentiation, for which a Function needs a rule that the
     # compiler does not take.
     if not torch.compiler.is_compiling() and (
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):
         return rows @ x @ columns.mT
-    out: Tensor = _Rotate.apply(x, rows, columns, half, None if size is None else size.detach())
+    out: Tensor = _Rotate.apply(x, rows, columns, inverse, half, None if size is None else size.detach())
     return out
 
 
@@ -113,11 +121,11 @@ def dct2(x: Tensor, *, half: bool = False) -> Tensor:
     With ``half`` the factors of the products have the 11 bits of float16, whatever the size of x, which a GPU
     multiplies much faster. There and back that is an error of about 1e-3.
     """
-    return _rotate(x, dct_matrix(x.shape[-2], like=x), dct_matrix(x.shape[-1], like=x), half)
+    return _rotate(x, dct_matrix(x.shape[-2], like=x), dct_matrix(x.shape[-1], like=x), False, half)
 
 
 def idct2(coefficients: Tensor, *, half: bool = False, size: Tensor | None = None) -> Tensor:
     """Inverse of :func:`dct2`; with ``half`` the size (..., 1, 1) of the largest coefficient may be given."""
     rows = dct_matrix(coefficients.shape[-2], like=coefficients)
     columns = dct_matrix(coefficients.shape[-1], like=coefficients)
-    return _rotate(coefficients, rows.mT, columns.mT, half, size)
+    return _rotate(coefficients, rows.mT, columns.mT, True, half, size)

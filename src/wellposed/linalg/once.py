@@ -1,7 +1,8 @@
 """Backward passes that cannot be differentiated again, and say so.
 
-torch's ``once_differentiable`` raises under plain autograd. Under ``torch.func`` it only detaches: a second
-derivative is zero there, without an error.
+torch's ``once_differentiable`` marks only what comes of upstream gradients that need one themselves. That of
+a sum needs none, and under ``torch.func`` nothing does: a second derivative would be zero there, without an
+error.
 """
 
 import functools
@@ -13,8 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 REFUSAL = (
-    "expected at most one derivative of this graying, got a second one: its backward pass has none. Graying "
-    "by method='dct' has all derivatives; a Jacobian's spectrum needs one only with method='dense'."
+    "trying to differentiate twice: expected at most one derivative of this graying, its backward pass has "
+    "none. Graying by method='dct' has all derivatives; a Jacobian's spectrum needs one only with "
+    "method='dense'."
 )
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
@@ -41,16 +43,19 @@ class _Refused(torch.autograd.Function):
 def once(backward: Backward) -> Backward:
     """A static ``backward(ctx, grad, ...)`` with the gradient of its first input first, and None for others.
 
-    ``ctx.saved_tensors[0]`` must go with that input.
+    ``ctx.saved_tensors[0]`` must be that input.
     """
     plain: Backward = once_differentiable(backward)
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        # A traced backward pass has no second derivative in any case, and torch.compile says so.
+        if torch.compiler.is_compiling():
             return plain(ctx, *grads)
         with torch.no_grad():
             out, *rest = backward(ctx, *grads)
+        if not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+            return out, *rest
         linked: Tensor = _Refused.apply(out, grads[0], ctx.saved_tensors[0])
         return linked, *rest
 

@@ -1,4 +1,4 @@
-"""Keeping the digits of a product: out of autocast's reach, and without TF32."""
+"""Keeping the digits of a product: out of autocast's reach, without TF32, within the range of the dtype."""
 
 import contextlib
 from collections.abc import Iterator
@@ -36,3 +36,20 @@ def full_float32() -> Iterator[None]:
 def in_float64(x: Tensor) -> Tensor:
     """X in float64, without its gradient; MPS knows none, its tensors go to the CPU."""
     return (x.cpu() if x.device.type == "mps" else x).detach().double()
+
+
+def unit_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers (B,) to divide matrices (B, n, d) by, so that ``dtype`` and that of x hold their squares.
+
+    The largest entry, within bounds that leave it and its inverse normal numbers, so subnormal tokens keep
+    their digits. 1 for zeros and for what is not finite.
+    """
+    wide = torch.promote_types(x.dtype, dtype)
+    bound = 2.0**100 if wide == torch.float32 else 2.0**900
+    largest = torch.maximum(x.amax((-2, -1)), -x.amin((-2, -1))).to(wide)
+    return torch.where((largest > 0) & largest.isfinite(), largest, 1).clamp(1 / bound, bound)
+
+
+def scaled(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
+    """X / unit, rounded to ``dtype`` after."""
+    return (x.to(unit.dtype) / unit[:, None, None]).to(dtype)

@@ -19,28 +19,40 @@ and, because every eigenvalue is taken relative to the largest one, with u its v
 .. math::
     X' = Z G + \frac{2 (1 + \delta)}{1.05\,\lambda_{\max}} \bar B_0 X
         - \frac{2 \langle \bar B_0, B_0 \rangle}{\lambda_{\max}} u u^T X
+
+Y over s_max, the literal form, has one more term through it: :math:`- \langle Z, \bar Z \rangle u u^T X`.
 """
 
-# Shapes: x, y, grad (B, n, d) with n <= d, Z and the B_k (B, n, n), lam (B,), u (B, n),
+# Shapes: x, y, grad (B, n, d) with n <= d, Z and the B_k (B, n, n), s_max and unit (B,), u (B, n),
 # coefficients (1 or B, K + 2).
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from wellposed.linalg.eager import is_traced
+from wellposed.linalg.precision import scaled, unit_of
 from wellposed.linalg.spectral_fit import MARGIN
 from wellposed.linalg.top_eigen import top_eigenpair
 
 
-def chain_forward(
-    x: Tensor, coefficients: Tensor, delta: float, *, dtype: torch.dtype, keep: bool
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor, Tensor]:
-    """Y in x's dtype, Z, the B_k (with ``keep`` only), lambda_max and its vector.
+class Chain(NamedTuple):
+    """What the adjoint needs."""
 
-    A zero matrix gives zeros and lambda_max = 0, one that is not finite gives NaN.
-    """
-    largest = torch.maximum(x.amax((-2, -1), keepdim=True), -x.amin((-2, -1), keepdim=True))
-    # One rounding of tokens of any size keeps the squares in the range of the dtype.
-    X, scale = _scaled(x, largest, dtype)
+    Z: Tensor
+    s_max: Tensor  # over the unit; 0 of a zero matrix, NaN of one that is not finite
+    unit: Tensor
+    u: Tensor
+    kept: tuple[Tensor, ...]  # the B_k
+
+
+def chain_forward(
+    x: Tensor, coefficients: Tensor, delta: float, *, rescale: bool, dtype: torch.dtype, keep: bool
+) -> tuple[Tensor, Chain]:
+    """Y in x's dtype, and the chain, with its members if ``keep``."""
+    unit = unit_of(x, dtype)
+    X = scaled(x, unit, dtype)
     A = torch.bmm(X, X.mT)
     lam, u = top_eigenpair(A)
     # A matrix that is not finite ends here: all of B_0 is NaN.
@@ -54,26 +66,21 @@ def chain_forward(
         B = torch.baddbmm(B, B, B, beta=2 * (1 + delta), alpha=-(1 + delta))
         Z = _plus(Z, v[:, k + 2], B)
     Z = Z + v[:, 0] * torch.eye(Z.shape[-1], dtype=dtype, device=x.device)
-    y = torch.bmm(Z * scale, X).to(x.dtype)
-    wide = _widest(x)
-    return y, Z, tuple(kept), lam.to(wide) * scale.to(wide)[:, 0, 0].square(), u
+    s_max = lam.sqrt()
+    y = torch.bmm(Z, X)
+    y = y * unit[:, None, None] if rescale else y / _or_one(s_max)[:, None, None]
+    return y.to(x.dtype), Chain(Z, s_max, unit, u, tuple(kept))
 
 
 def chain_backward(
-    grad: Tensor,
-    x: Tensor,
-    Z: Tensor,
-    kept: tuple[Tensor, ...],
-    lam: Tensor,
-    u: Tensor,
-    coefficients: Tensor,
-    delta: float,
+    grad: Tensor, x: Tensor, chain: Chain, coefficients: Tensor, delta: float, *, rescale: bool
 ) -> Tensor:
     """The adjoint of :func:`chain_forward`'s Y at x, applied to grad; in grad's dtype."""
-    dtype = Z.dtype
-    X, _ = _scaled(x, lam.sqrt()[:, None, None], dtype)  # all below is for tokens with lambda_max = 1
-    G = grad.to(dtype)
-    v = coefficients.to(dtype)[..., None, None]
+    Z, s_max, unit, u, kept = chain
+    size = _or_one(s_max)
+    X = scaled(x, unit, Z.dtype) / size[:, None, None]  # all below is for tokens with s_max = 1
+    G = grad.to(Z.dtype)
+    v = coefficients.to(Z.dtype)[..., None, None]
     Zb = torch.bmm(G, X.mT)
     Zb = (Zb + Zb.mT) / 2
     Bb = v[:, len(kept) + 1] * Zb
@@ -81,25 +88,23 @@ def chain_backward(
         M = torch.bmm(kept[k], Bb)
         # M + M^T is symmetric to the last bit. Anything less grows at 2 (1 + delta) a step.
         Bb = v[:, k + 1] * Zb + (1 + delta) * (2 * Bb - (M + M.mT))
-    inner = (Bb * kept[0]).sum((-2, -1))[:, None, None]
-    # Both terms in X as one product, the second through lambda_max.
-    left = 2 * (1 + delta) / MARGIN * Bb - 2 * inner * (u[:, :, None] * u[:, None])
-    return torch.baddbmm(torch.bmm(Z, G), left, X).to(grad.dtype)
+    turn = 2 * (Bb * kept[0]).sum((-2, -1))
+    if not rescale:
+        turn = turn + (Z * Zb).sum((-2, -1))
+    # Both terms in X as one product, the second through s_max.
+    left = 2 * (1 + delta) / MARGIN * Bb - turn[:, None, None] * (u[:, :, None] * u[:, None])
+    out = torch.baddbmm(torch.bmm(Z, G), left, X)
+    if not rescale:
+        out = out / size[:, None, None] / unit[:, None, None]
+    zero, finite = (flag[:, None, None] for flag in (s_max == 0, s_max.isfinite()))
+    return torch.where(zero, grad, torch.where(finite, out, 0).to(grad.dtype))
 
 
 def _plus(Z: Tensor, v: Tensor, B: Tensor) -> Tensor:
-    """Z + v B, in place where that can be: new memory costs a CPU more than the sum."""
+    """Z + v B, in place where that can be: new memory costs more than the sum."""
     # vmap has no rule for the operation in place, only a slow way around.
-    is_mapped = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-    return torch.addcmul(Z, v, B) if is_mapped else Z.addcmul_(v, B)
+    return torch.addcmul(Z, v, B) if is_traced() else Z.addcmul_(v, B)
 
 
-def _scaled(x: Tensor, size: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """X / size in ``dtype``, and the size (B, 1, 1), which is kept from being zero."""
-    common = torch.promote_types(x.dtype, dtype)
-    size = size.to(common).clamp(min=torch.finfo(common).tiny)
-    return (x * size.reciprocal()).to(dtype), size.to(dtype)
-
-
-def _widest(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.device.type == "mps" else torch.float64
+def _or_one(size: Tensor) -> Tensor:
+    return torch.where(size == 0, 1, size)

@@ -8,8 +8,9 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
+from wellposed.linalg.eager import is_traced
 from wellposed.linalg.spectral_fit import fit_family, fit_power, series_at
 
 Numbers = tuple[tuple[float, ...], ...]
@@ -61,8 +62,7 @@ def _delta_of_family(floor: float, tolerance: float) -> float:
 
 
 def _on(numbers: Numbers, device: torch.device) -> Tensor:
-    is_traced = _get_current_dispatch_mode() is not None or torch._C._are_functorch_transforms_active()
-    make = _made if is_traced else _kept
+    make = _made if is_traced() else _kept
     return make(numbers, device)
 
 

@@ -163,9 +163,13 @@ def _fit_family(floor: float, tolerance: float) -> FitFamily:
     raise _unreachable(tolerance, floor, reached)
 
 
-def _check(floor: float, tolerance: float) -> None:
+def check_floor(floor: float) -> None:
     if not SMALLEST_FLOOR <= floor < 1:
         raise ValueError(f"floor must be in [{SMALLEST_FLOOR:g}, 1), got {floor}; it is relative to s_max.")
+
+
+def _check(floor: float, tolerance: float) -> None:
+    check_floor(floor)
     if not tolerance > 0:
         raise ValueError(f"tolerance must be positive, got {tolerance}; the default is 7e-4.")
 

@@ -1,14 +1,15 @@
-"""Which arithmetic raises singular values to a power by squaring, and with what error.
+"""Which arithmetic raises singular values to a power, from which floor on, and with what error.
 
-float64 products are as fast as float32 ones on the GPUs of data centres, and slow elsewhere. float32 has the
-digits of singular values down to 1/300 of the largest only, so the two have different floors. Close to its
-floor the rounding of X X^T in float32 is the larger part of the error: up to 4e-3 for eps = 0.3, if one
-singular value towers above all others, and 1.3e-3 for even spectra. It falls with the square of the value.
+A CPU takes the eigendecomposition of the Gram matrix, which is exact and holds the lowest floor. Elsewhere,
+where that is slow, and for ONNX, which has none, it is a chain of products. float64 products are as fast as
+float32 ones on the GPUs of data centres, and slow on others; float32 has the digits of singular values down
+to 1/300 of the largest only. So the floors differ, and below its floor the map is a straight line. A model
+that is to be the same on all devices takes one ``floor`` that all of them hold.
 
 >>> print(spectral_plan(torch.zeros(196, 768)))
-portable chain in float32: 5e-03 of each singular value above 1/300 of the largest
->>> print(spectral_plan(torch.zeros(196, 768), precision="float64"))
-portable chain in float64: 1e-03 of each singular value above 1/10000 of the largest
+eigendecomposition in float64: 9e-04 of each singular value above 1/1000000 of the largest
+>>> print(spectral_plan(torch.zeros(196, 768), precision="float32"))
+eigendecomposition in float32: 1e-02 of each singular value above 1/300 of the largest
 """
 
 import importlib.util
@@ -18,10 +19,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-Precision = Literal["auto", "float32", "float64"]
-Engine = Literal["portable", "hopper"]
+from wellposed.linalg.spectral_fit import check_floor
 
-FLOOR_FLOAT64 = 1e-4
+Precision = Literal["auto", "float32", "float64"]
+Engine = Literal["eigen", "portable", "hopper"]
+
+FLOOR_EIGEN = 1e-6
+FLOOR_FLOAT64 = 1e-5
 FLOOR_FLOAT32 = 1 / 300
 DEFAULT_TOLERANCE = 1e-3
 
@@ -34,14 +38,25 @@ _FAST_FLOAT64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 _HOPPER = (9, 0)
 
 
+_EIGEN_ROUNDING = {"float64": 4.0, "float32": 1.0}
+"""Times eps over the square of a singular value, relative to the largest: its error by this way."""
+
+ONNX_TOLERANCE = 2e-4
+"""Of a chain that stands for the eigendecomposition."""
+
+LEAST_TOLERANCE = 1e-6
+"""What is smaller drowns in the rounding of float32 tokens."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """How singular values are raised to a power.
 
     Attributes:
-        engine: ``"hopper"`` are kernels for that GPU, ``"portable"`` batched products anywhere.
-        precision: of the chain, ``"float32"`` or ``"float64"``.
-        floor: relative to the largest singular value; the result is linear well below it.
+        engine: ``"eigen"`` is the eigendecomposition of the Gram matrix, ``"portable"`` a chain of batched
+            products anywhere, ``"hopper"`` the chain by kernels for that GPU.
+        precision: of the Gram matrix and what is made of it, ``"float32"`` or ``"float64"``.
+        floor: relative to the largest singular value; the result is linear below it.
         tolerance: what was asked for.
     """
 
@@ -52,7 +67,13 @@ class Plan:
 
     @property
     def error(self) -> float:
-        """Largest relative error of a singular value above the floor, for eps of 0.3 and more."""
+        """Largest relative error of a singular value above the floor, for eps of 0.3 and more.
+
+        By the eigendecomposition it falls with the square of the value, down to rounding.
+        """
+        if self.engine == "eigen":
+            unit = torch.finfo(getattr(torch, self.precision)).eps
+            return max(_EIGEN_ROUNDING[self.precision] * unit / self.floor**2, LEAST_TOLERANCE)
         # A rounded entry of X X^T is off by 6e-8 of lambda_max, the eigenvalue of the floor is floor^2 of it,
         # and the power of the gain is (1 - eps) / 2.
         rounding = 0.4 * torch.finfo(torch.float32).eps / self.floor**2
@@ -64,8 +85,9 @@ class Plan:
         return _FIT_SHARE[self.precision] * self.tolerance
 
     def __str__(self) -> str:
+        how = "eigendecomposition" if self.engine == "eigen" else f"{self.engine} chain"
         return (
-            f"{self.engine} chain in {self.precision}: {self.error:.0e} of each singular value "
+            f"{how} in {self.precision}: {self.error:.0e} of each singular value "
             f"above 1/{1 / self.floor:.0f} of the largest"
         )
 
@@ -85,26 +107,53 @@ def spectral_plan(
             f"floor must be at least 1/300 with precision='float32', got {floor:g}: the squares of smaller "
             "singular values drown in float32's rounding of the largest; leave one of the two out."
         )
-    needs_float64 = x.dtype == torch.float64 or (floor is not None and floor < FLOOR_FLOAT32)
-    is_coarse = _rounds_float32(x.device.type)
+    if tolerance < LEAST_TOLERANCE:
+        raise ValueError(
+            f"tolerance must be at least {LEAST_TOLERANCE:g}, got {tolerance:g}; method='svd' has all digits."
+        )
+    if floor is not None:
+        check_floor(floor)
+    is_eigen = _has_eigen(x.device.type)
+    is_coarse = rounds_float32(x.device.type)
     if precision == "float32" and is_coarse:
         raise ValueError(
             "precision='float32' needs products that keep float32's digits, got a PyTorch that may round "
             "them: leave precision out, or call torch.set_float32_matmul_precision('highest')."
         )
     if precision == "auto":
-        is_wide = needs_float64 or is_coarse or _has_fast_float64(x.device)
+        needs_float64 = x.dtype == torch.float64 or (floor is not None and floor < FLOOR_FLOAT32)
+        is_wide = is_eigen or needs_float64 or is_coarse or _has_fast_float64(x.device)
         precision = "float64" if is_wide else "float32"
     if precision == "float64" and x.device.type == "mps":
         raise ValueError("precision must be float32 on MPS, which has no float64; and floor at least 1/300.")
     usual = FLOOR_FLOAT64 if precision == "float64" else FLOOR_FLOAT32
-    is_hopper = precision == "float64" and x.dtype != torch.float64 and _has_kernels(x.device)
-    engine: Engine = "hopper" if is_hopper else "portable"
+    if is_eigen and precision == "float64":  # the lowest at which the tolerance holds
+        unit = torch.finfo(torch.float64).eps
+        usual = max(FLOOR_EIGEN, (_EIGEN_ROUNDING[precision] * unit / tolerance) ** 0.5)
+    engine: Engine = "portable"
+    if is_eigen and _is_for_onnx():
+        # The exported model is the same function, so it has the same floor, and an error that hardly shows.
+        tolerance = min(tolerance, ONNX_TOLERANCE)
+    elif is_eigen:
+        engine = "eigen"
+    elif precision == "float64" and x.dtype != torch.float64 and _has_kernels(x.device):
+        engine = "hopper"
     return Plan(engine, precision, usual if floor is None else float(floor), float(tolerance))
 
 
+def _has_eigen(device_type: str) -> bool:
+    return device_type == "cpu"
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _rounds_float32(device_type: str) -> bool:
+def _is_for_onnx() -> bool:
+    """Whether ONNX, which has no eigendecomposition, gets the program that is being made."""
+    is_exported = torch.compiler.is_exporting() or torch._C._is_tracing()
+    return is_exported and torch.onnx.is_in_onnx_export()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def rounds_float32(device_type: str) -> bool:
     """Whether the user lets float32 products round to TF32 or bfloat16, in which the chain would diverge."""
     backends: Any = torch.backends
     if device_type == "cuda":

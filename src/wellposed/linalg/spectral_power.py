@@ -1,12 +1,13 @@
-r"""Raise the singular values of a matrix to a power by matrix products, without an SVD.
+r"""Raise the singular values of a matrix to a power by its Gram matrix.
 
 .. math::
     X = U \operatorname{diag}(s) V^T \;\mapsto\; U \operatorname{diag}(g) V^T
     = (X X^T / s_{\max}^2)^{-(1 - \epsilon)/2} X, \qquad g_i = s_{\max} (s_i / s_{\max})^\epsilon
 
-The power of X X^T is a sum over a short chain of squarings (:mod:`wellposed.linalg.spectral_chain`), whose
-coefficients are fitted once for each eps (:mod:`wellposed.linalg.spectral_fit`). The gradient is that of the
-chain; nothing is divided by differences of singular values, so they may repeat or vanish.
+On a CPU by its eigendecomposition (:mod:`wellposed.linalg.spectral_eigen`). Elsewhere the power of X X^T is a
+sum over a short chain of squarings (:mod:`wellposed.linalg.spectral_chain`), whose coefficients are fitted
+once for each eps (:mod:`wellposed.linalg.spectral_fit`). No gradient is divided by differences of singular
+values, so they may repeat or vanish.
 
 >>> x = torch.diag(torch.tensor([4.0, 1.0, 1.0])).requires_grad_()
 >>> y = spectral_power(x, 0.5)
@@ -20,21 +21,23 @@ True
 # Shapes: x (..., N, D) outside; inside X (B, n, d) with n <= d, Z (B, n, n), lam (B,), u (B, n or more).
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wellposed.linalg import spectral_chain
 from wellposed.linalg.hopper.wide import wide_steps
 from wellposed.linalg.once import once
 from wellposed.linalg.precision import without_autocast
+from wellposed.linalg.spectral_chain import Chain, chain_backward, chain_forward
 from wellposed.linalg.spectral_coefficients import chain_coefficients
+from wellposed.linalg.spectral_eigen import Eigen, eigen_backward, eigen_forward
 from wellposed.linalg.spectral_plan import (
     DEFAULT_TOLERANCE,
-    Engine,
     Plan,
     Precision,
+    rounds_float32,
     spectral_plan,
 )
 
@@ -50,26 +53,31 @@ def spectral_power(
 ) -> Tensor:
     """Singular values s -> s_max (s / s_max)^eps, singular vectors kept.
 
+    How it is computed hangs on the device, see :func:`wellposed.linalg.spectral_plan`.
+
     Args:
         x: (..., N, D), floating point. A matrix that holds a non-finite value gives NaN and no gradient, for
             that matrix only. Zeros give zeros, and pass their gradient on as it is.
         eps: the power, in [0, 1]. A tensor on x's device, one number or one for each matrix (...), may change
             without compiling again; it gets no gradient.
         rescale: False leaves out the factor s_max, so that the largest singular value becomes 1.
-        floor: singular values above ``floor * s_max`` are right to ``tolerance``; well below it the map is
-            linear, which bounds the gradient. None is 1e-4, or 1/300 where the arithmetic is float32.
+        floor: singular values above ``floor * s_max`` get the power; below it the map is linear, which bounds
+            the gradient. None is 1e-6 on a CPU, 1e-5 elsewhere, or 1/300 where the arithmetic is float32. A
+            model that is to be the same on several devices takes one that all of them hold.
         tolerance: relative error of a singular value, before the rounding of float32 where that is used. A
-            smaller one takes a longer chain.
-        precision: of the arithmetic; ``"auto"`` is float64 where that is fast or needed, see
-            :func:`wellposed.linalg.spectral_plan`.
+            smaller one takes a longer chain, or a higher floor of the eigendecomposition.
+        precision: of the arithmetic; ``"auto"`` is float64 where that is fast or needed.
 
-    Backward needs about 20 matrices n x n for each image, n being the smaller of N and D.
+    Backward needs one matrix n x n and one N x D for each image on a CPU, and about 20 n x n elsewhere, n
+    being the smaller of N and D.
     """
     plan = _constant_plan(x, floor, tolerance, precision)
     if isinstance(eps, Tensor):
         eps = eps.reshape(-1) if eps.numel() == 1 else eps.expand(x.shape[:-2]).reshape(-1)
     else:
         eps = eps.__float__()  # as in _constant_plan
+    if plan.engine == "eigen":
+        return _apply_eigen(x, eps, plan, rescale=rescale)
     coefficients, delta = chain_coefficients(eps, plan.floor, plan.fit_tolerance, x.device)
     largest_gain = math.inf if isinstance(eps, Tensor) else plan.floor ** (eps - 1)
     return _apply_chain(x, coefficients, delta, plan, rescale, largest_gain)
@@ -95,6 +103,8 @@ def spectral_condition(
     [6.0, 4.0]
     """
     plan = _constant_plan(x, floor, tolerance, precision)
+    if plan.engine == "eigen":
+        return _apply_eigen(x, 0.0, plan, shift=1.0)
     coefficients, delta = chain_coefficients(0.0, plan.floor, plan.fit_tolerance, x.device)
     # gain + 1 is one more on the diagonal.
     one = torch.nn.functional.pad(torch.ones_like(coefficients[:, :1]), (0, coefficients.size(1) - 1))
@@ -107,23 +117,91 @@ def _constant_plan(x: Tensor, floor: float | None, tolerance: float, precision: 
     return spectral_plan(x, floor=constant, tolerance=tolerance.__float__(), precision=precision)
 
 
+def _apply_eigen(
+    x: Tensor, eps: float | Tensor, plan: Plan, *, shift: float = 0.0, rescale: bool = True
+) -> Tensor:
+    if isinstance(eps, Tensor):
+        power = eps.detach().double().clamp(0, 1)
+    else:
+        power = x.new_full((1,), eps, dtype=torch.float64)
+    # Where the user lets float32 products be rounded, the products that follow are float64 too.
+    is_narrow = plan.precision == "float32" or (
+        x.dtype != torch.float64 and not rounds_float32(x.device.type)
+    )
+    return _over_wide(
+        x,
+        lambda X: _Eigen.apply(
+            X,
+            power,
+            plan.floor,
+            shift,
+            rescale,
+            getattr(torch, plan.precision),
+            torch.float32 if is_narrow else torch.float64,
+            _needs_gradient(x),
+        )[0],
+    )
+
+
 def _apply_chain(
     x: Tensor, coefficients: Tensor, delta: float, plan: Plan, rescale: bool, largest_gain: float
 ) -> Tensor:
+    if plan.engine == "hopper":
+        wide = wide_steps(coefficients.size(1) - 2, delta, largest_gain)
+        return _over_wide(x, lambda X: _Hopper.apply(X, coefficients, delta, rescale, wide)[0])
+    dtype, keep = getattr(torch, plan.precision), _needs_gradient(x)
+    return _over_wide(x, lambda X: _Chain.apply(X, coefficients, delta, rescale, dtype, keep)[0])
+
+
+def _over_wide(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """The function of matrices (B, n, d) with n <= d, for x (..., N, D)."""
     X = x.flatten(0, -3) if x.ndim > 2 else x[None]
     is_tall = x.shape[-2] > x.shape[-1]
-    keep = x.requires_grad and torch.is_grad_enabled()
-    out: Tensor = _Chain.apply(
-        X.mT if is_tall else X,
-        coefficients,
-        delta,
-        plan.engine,
-        getattr(torch, plan.precision),
-        keep,
-        rescale,
-        wide_steps(coefficients.size(1) - 2, delta, largest_gain),
-    )[0]
+    out = function(X.mT if is_tall else X)
     return (out.mT if is_tall else out).reshape(x.shape)
+
+
+def _needs_gradient(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+class _Eigen(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        eps: Tensor,
+        floor: float,
+        shift: float,
+        rescale: bool,
+        dtype: torch.dtype,
+        work: torch.dtype,
+        keep: bool,
+    ) -> tuple[Tensor, ...]:
+        with without_autocast(x):
+            y, eigen = eigen_forward(x, eps, floor, shift=shift, rescale=rescale, dtype=dtype, work=work)
+        return (y, *eigen) if keep else (y,)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, eps, ctx.floor, ctx.shift, ctx.rescale, ctx.dtype, ctx.work, _ = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(x, eps, *output[1:])
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, eps, *kept = ctx.saved_tensors
+        settings = {"shift": ctx.shift, "rescale": ctx.rescale}
+        # A caller may run backward inside autocast; these products need their digits.
+        with without_autocast(grad):
+            if kept:
+                eigen = Eigen(*kept)
+            else:  # forward did not expect a gradient
+                eigen = eigen_forward(x, eps, ctx.floor, dtype=ctx.dtype, work=ctx.work, **settings)[1]
+            out = eigen_backward(grad, eigen, eps, ctx.floor, **settings)
+        return out, *[None] * 7
 
 
 class _Chain(torch.autograd.Function):
@@ -131,89 +209,73 @@ class _Chain(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor,
-        coefficients: Tensor,
-        delta: float,
-        engine: Engine,
-        dtype: torch.dtype,
-        keep: bool,
-        rescale: bool,
-        wide: int,
+        x: Tensor, coefficients: Tensor, delta: float, rescale: bool, dtype: torch.dtype, keep: bool
     ) -> tuple[Tensor, ...]:
         with without_autocast(x):
-            y, Z, kept, lam, u = _forward(x, coefficients, delta, engine, dtype, keep, wide)
-            if not rescale:
-                y = y / _or_one(lam.sqrt()).to(y.dtype)[:, None, None]
-        return y, Z, lam, u, *kept
+            y, (*chain, kept) = chain_forward(x, coefficients, delta, rescale=rescale, dtype=dtype, keep=keep)
+        return y, *chain, *kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, coefficients, ctx.delta, ctx.engine, ctx.dtype, _, ctx.rescale, ctx.wide = inputs
-        y, *others = output
-        ctx.mark_non_differentiable(*others)
-        # The literal form's gradient needs its result too.
-        ctx.save_for_backward(x, coefficients, x if ctx.rescale else y, *others)
+        x, coefficients, ctx.delta, ctx.rescale, ctx.dtype, _ = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(x, coefficients, *output[1:])
 
     @staticmethod
     @once
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, coefficients, y, Z, lam, u, *stored = ctx.saved_tensors
-        kept: tuple[Tensor, ...] = tuple(stored)
+        x, coefficients, Z, s_max, unit, u, *kept = ctx.saved_tensors
         # A caller may run backward inside autocast; these products need their digits.
         with without_autocast(grad):
-            if not kept:  # forward did not expect a gradient
-                kept = _forward(x, coefficients, ctx.delta, ctx.engine, ctx.dtype, True, ctx.wide)[2]
-            if ctx.rescale:
-                out = _backward(grad, x, Z, kept, lam, u, coefficients, ctx.delta, ctx.engine)
-            else:
-                upstream = grad.to(Z.dtype) / _or_one(lam.sqrt()).to(Z.dtype)[:, None, None]
-                out = _backward(upstream, x, Z, kept, lam, u, coefficients, ctx.delta, ctx.engine)
-                out = (out - _through_divisor(grad, x, y, lam, u)).to(grad.dtype)
-            if ctx.rescale and ctx.engine == "hopper":  # it has seen to the two cases below
-                return out, *[None] * 7
-        zero, finite = (flag[:, None, None] for flag in (lam == 0, lam.isfinite()))
-        return torch.where(zero, grad, torch.where(finite, out, 0)), *[None] * 7
+            chain = Chain(Z, s_max, unit, u, tuple(kept))
+            if not chain.kept:  # forward did not expect a gradient
+                chain = chain_forward(
+                    x, coefficients, ctx.delta, rescale=ctx.rescale, dtype=ctx.dtype, keep=True
+                )[1]
+            out = chain_backward(grad, x, chain, coefficients, ctx.delta, rescale=ctx.rescale)
+        return out, *[None] * 5
 
 
-def _through_divisor(grad: Tensor, x: Tensor, y: Tensor, lam: Tensor, u: Tensor) -> Tensor:
-    """Y = X^eps / s_max, and s_max = |u^T X|: the gradient of that is <G, Y> / lambda u u^T X."""
-    s_max, u = _or_one(lam.sqrt())[:, None, None], u[:, None, : x.shape[1]]
-    inner = (grad.to(u.dtype) * y.to(u.dtype)).sum((-2, -1), keepdim=True)
-    along = (u @ x.to(u.dtype)).to(lam.dtype) / s_max * (inner / s_max)
-    return u.mT * along.to(u.dtype)
+class _Hopper(torch.autograd.Function):
+    """The chain by kernels, which know the rescaled form only."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, coefficients: Tensor, delta: float, rescale: bool, wide: int
+    ) -> tuple[Tensor, ...]:
+        with without_autocast(x):
+            # The literal form is divided before it is rounded.
+            tokens = x if rescale else x.float()
+            y, *chain = torch.ops.wellposed.chain_forward(tokens, coefficients, delta, wide)
+            y = y if rescale else (y / _size(chain[2])).to(x.dtype)
+        return y, *chain
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, coefficients, ctx.delta, ctx.rescale, _ = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        _, y, *chain = output
+        ctx.save_for_backward(x, coefficients, x if ctx.rescale else y, *chain)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, coefficients, y, Z, stack, lam, u = ctx.saved_tensors
+        with without_autocast(grad):
+            size = _size(lam)
+            upstream = grad if ctx.rescale else grad.float() / size
+            out = torch.ops.wellposed.chain_backward(upstream, x, Z, stack, lam, u, coefficients, ctx.delta)
+            if ctx.rescale:  # it has seen to zero tokens and to those that are not finite
+                return out, *[None] * 4
+            # Y has been divided by s_max = |u^T X|: the gradient of that is - <G, Y> / s_max^2 u u^T X.
+            u = u[:, None, : x.shape[1]]
+            along = (u @ x.float()) / size * (upstream * y.float()).sum((-2, -1), keepdim=True)
+            out = (out - u.mT * along).to(grad.dtype)
+            zero, finite = (flag[:, None, None] for flag in (lam == 0, lam.isfinite()))
+            return torch.where(zero, grad, torch.where(finite, out, 0)), *[None] * 4
 
 
-def _or_one(size: Tensor) -> Tensor:
-    return torch.where(size == 0, 1, size)
-
-
-def _forward(
-    x: Tensor,
-    coefficients: Tensor,
-    delta: float,
-    engine: Engine,
-    dtype: torch.dtype,
-    keep: bool,
-    wide: int,
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor, Tensor]:
-    if engine == "hopper":
-        y, Z, stack, lam, u = torch.ops.wellposed.chain_forward(x, coefficients, delta, wide)
-        return y, Z, (stack,), lam, u
-    return spectral_chain.chain_forward(x, coefficients, delta, dtype=dtype, keep=keep)
-
-
-def _backward(
-    grad: Tensor,
-    x: Tensor,
-    Z: Tensor,
-    kept: tuple[Tensor, ...],
-    lam: Tensor,
-    u: Tensor,
-    coefficients: Tensor,
-    delta: float,
-    engine: Engine,
-) -> Tensor:
-    if engine == "hopper":
-        out: Tensor = torch.ops.wellposed.chain_backward(grad, x, Z, *kept, lam, u, coefficients, delta)
-        return out
-    return spectral_chain.chain_backward(grad, x, Z, kept, lam, u, coefficients, delta)
+def _size(lam: Tensor) -> Tensor:
+    return torch.where(lam == 0, 1, lam).sqrt()[:, None, None]

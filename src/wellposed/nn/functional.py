@@ -57,17 +57,18 @@ def gray(
             method (0.7, DCT 0.95). A tensor of one number, on x's device, may change without compiling again;
             its range is not checked, and it gets no gradient. With ``"spectral"`` it may also have one
             number for each matrix (...).
-        method: ``"spectral"`` is the map above by matrix products, each singular value right to
-            ``tolerance``. ``"svd"`` is the same to the last digits by ``torch.linalg.svd``; it is far slower,
-            and ONNX has none. ``"dct"`` is the paper's cheap stand-in. ``"condition"`` has no eps:
-            X + s_max U V^T (arXiv 2505.12789), whose kappa is at most 2. All gradients are finite where
-            singular values repeat or vanish.
+        method: ``"spectral"`` is the map above: exact on a CPU, by an eigendecomposition of the Gram matrix;
+            by matrix products on a GPU, each singular value right to ``tolerance``. ``"svd"`` is the same by
+            ``torch.linalg.svd``; it is far slower on a GPU, and ONNX has none. ``"dct"`` is the paper's cheap
+            stand-in. ``"condition"`` has no eps: X + s_max U V^T (arXiv 2505.12789), of kappa at most 2. All
+            gradients are finite where singular values repeat or vanish.
         target_kappa: instead of eps, with ``"spectral"``: each matrix gets the eps that makes its kappa this
             one, or stays as it is if that is smaller already. kappa counts up to 1 / floor. The gradient
             takes the eps found for a constant.
         rescale: False gives the paper's literal (S / s_max)^eps, whose largest value is 1.
         floor: values below ``floor`` times the largest are scaled linearly, which bounds the gradient. None
-            is 1e-7 for ``"svd"`` and ``"dct"``; 1e-4 otherwise, or 1/300 where the arithmetic is float32.
+            is 1e-7 for ``"svd"`` and ``"dct"``; otherwise 1e-6 on a CPU, 1e-5 elsewhere, or 1/300 where the
+            arithmetic is float32.
         tolerance, precision: of ``"spectral"`` and ``"condition"``, see
             :func:`wellposed.linalg.spectral_power`; ``print(wellposed.linalg.spectral_plan(x))`` tells what
             they come to.
@@ -94,7 +95,7 @@ def gray(
     if method == "condition":
         return spectral_condition(x, floor=floor, tolerance=tolerance, precision=precision)
     if target_kappa is not None:
-        # Down to 1/300 would be too few: real tokens have a kappa of some thousands.
+        # Down to 1/300 would be too few: real tokens have a kappa of some thousands and more.
         is_open = precision == "auto" and floor is None and x.device.type != "mps"
         precision = "float64" if is_open else precision
         plan = spectral_plan(x, floor=floor, tolerance=tolerance, precision=precision)
@@ -151,16 +152,24 @@ def _broadcast(x: Tensor, scale: Tensor | None) -> Tensor:
 
 def _gray_dct(x: Tensor, eps: float | Tensor, *, rescale: bool, floor: float, half: bool) -> Tensor:
     coefficients = dct2(x, half=half)
-    magnitude = coefficients.abs()
+    if isinstance(eps, Tensor):
+        eps = eps.detach()
+    with torch.no_grad():
+        size = coefficients.abs().amax((-2, -1), keepdim=True)
+        # The inverse of a subnormal number is infinite; this one is normal, and that is all it must be.
+        unit = torch.where(size > 0, size, 1).clamp(2.0**-100, 2.0**100)
+    scaled = coefficients / unit
+    magnitude = scaled.abs()
     largest = magnitude.amax((-2, -1), keepdim=True)
     is_zero = largest == 0
     largest = torch.where(is_zero, 1, largest)
     # Of a zero matrix nothing is small beside the largest: its gradient is the identity.
     relative = torch.where(is_zero, 1, magnitude / largest)
-    size = largest
+    gain = power_gain(relative, eps, floor)
     if not rescale:
-        coefficients, size = coefficients / largest, torch.ones_like(largest)
-    return idct2(coefficients * power_gain(relative, eps, floor), half=half, size=size)
+        return idct2(scaled / largest * gain, half=half, size=torch.ones_like(largest))
+    # Multiplied by the unit at last, for the digits of what the gradient goes through.
+    return idct2(scaled * gain, half=half, size=largest) * unit
 
 
 def _in_float32(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -1,0 +1,75 @@
+"""What only eager code may do: keep tensors from one call to the next, and share a batch among threads.
+
+LAPACK takes one matrix of a batch after the other, and a second thread hardly helps with a small one. So a
+batch is cut into chunks, which threads of one BLAS thread each work off; a chunk fits into a core's cache.
+"""
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+_ENTRIES = 2**17
+"""Of the square matrices of a chunk: 1 MiB in float64."""
+
+_creating = threading.Lock()
+
+
+def is_traced() -> bool:
+    """Whether a tensor made now may belong to a tracer or transform, which sees this thread only."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or _get_current_dispatch_mode() is not None
+        or torch._C._is_tracing()
+    )
+
+
+def over_chunks(work: Callable[[slice], object], count: int, side: int) -> None:
+    """Call ``work`` for slices that together are the matrices 0 to ``count``, with ``side`` rows each.
+
+    As many calls run at a time as torch has threads here, without gradients and outside of autocast.
+    """
+    threads = torch.get_num_threads()
+    at_once = min(max(_ENTRIES // side**2, 1), max(-(-count // threads), 1))
+    chunks = [slice(start, min(start + at_once, count)) for start in range(0, count, at_once)]
+    is_inference = torch.is_inference_mode_enabled()
+
+    def run(chunk: slice) -> None:
+        with torch.inference_mode(is_inference), torch.no_grad():
+            work(chunk)
+
+    if threads == 1 or len(chunks) <= 1:
+        for chunk in chunks:
+            run(chunk)
+        return
+    for _ in _pool(threads).map(run, chunks):
+        pass
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    with _creating:
+        # A forked process has none of its parent's threads.
+        return _pool_of_process(threads, os.getpid())
+
+
+@functools.lru_cache(maxsize=4)
+def _pool_of_process(threads: int, process: int) -> ThreadPoolExecutor:
+    everyone = threading.Barrier(threads + 1)
+
+    def prepare() -> None:
+        torch.get_num_threads()  # a thread's first look at the number sets it, so before ours
+        torch.set_num_threads(1)
+        everyone.wait()
+
+    pool = ThreadPoolExecutor(threads, "wellposed", initializer=prepare)
+    for _ in range(threads):
+        pool.submit(int)
+    everyone.wait()
+    # The number is a thread's own, but the last one set is where new threads start.
+    torch.set_num_threads(threads)
+    return pool

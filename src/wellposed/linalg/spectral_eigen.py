@@ -1,0 +1,182 @@
+r"""Powers of singular values by the eigendecomposition of the Gram matrix, on a CPU.
+
+With X X^T = Q diag(λ) Q^T of the smaller side, t_i = λ_i / λ_max, and a gain f(t) such as t^(-(1-ε)/2):
+
+.. math::
+    W = Q^T X, \qquad Y = Q \operatorname{diag}(f) W
+
+The rows of W are orthogonal and as long as the singular values. Made in float64 and rounded after, each row
+keeps its digits however short it is, so all that follows may be done in the dtype of the tokens.
+
+The adjoint is that of Daleckii and Krein. With G the gradient of Y, P = Q^T G and W relative to s_max:
+
+.. math::
+    K = P W^T, \qquad C = F \circ (K + K^T), \quad F_{ij} = \frac{f(t_i) - f(t_j)}{t_i - t_j}, \qquad
+    X' = Q (C W + \operatorname{diag}(f) P)
+
+where C_{11} of the largest eigenvalue, to which all t_i are relative, has :math:`\sum_i C_{ii} t_i` less. F
+has finite limits f'(t) where eigenvalues repeat.
+"""
+
+# Shapes: x, y, grad (B, n, d) with n <= d; Q (B, n, n), W (B, n, d), t (B, n), s_max and unit (B,).
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wellposed.linalg.eager import is_traced, over_chunks
+from wellposed.linalg.precision import scaled, unit_of
+
+_NEAR = 1e-5  # eigenvalues closer than this, relatively: the slope is better than the divided difference
+_TIED = 16  # times eps: the largest eigenvalue repeats
+
+
+class Eigen(NamedTuple):
+    """Tokens over ``unit`` as Q W, and what is known of them."""
+
+    Q: Tensor
+    W: Tensor
+    t: Tensor  # (B, n) float64, ascending: squares of the singular values over that of the largest
+    s_max: Tensor  # (B,) float64, over the unit; 0 of zero tokens, NaN of those that are not finite
+    unit: Tensor  # (B,) float64
+
+
+def eigen_forward(
+    x: Tensor,
+    eps: Tensor,
+    floor: float,
+    *,
+    shift: float,
+    rescale: bool,
+    dtype: torch.dtype,
+    work: torch.dtype,
+) -> tuple[Tensor, Eigen]:
+    """Y in x's dtype, and the decomposition.
+
+    Args:
+        eps: (1 or B,) float64.
+        shift: added to the gain.
+        dtype: of the Gram matrix and its eigenvectors.
+        work: of the products after that, at least float32.
+    """
+    if is_traced():
+        return _forward(x, eps, floor, shift, rescale, dtype, work)
+    count, n, _ = x.shape
+    y, W = torch.empty_like(x), torch.empty_like(x, dtype=work)
+    Q = x.new_empty((count, n, n), dtype=work)
+    t, s_max, unit = (x.new_empty(shape, dtype=torch.float64) for shape in ((count, n), (count,), (count,)))
+    whole = (y, Q, W, t, s_max, unit)
+
+    def some(chunk: slice) -> None:
+        own = eps if len(eps) == 1 else eps[chunk]
+        part, eigen = _forward(x[chunk], own, floor, shift, rescale, dtype, work)
+        for into, value in zip(whole, (part, *eigen), strict=True):
+            into[chunk] = value
+
+    over_chunks(some, count, n)
+    return y, Eigen(Q, W, t, s_max, unit)
+
+
+def eigen_backward(
+    grad: Tensor, eigen: Eigen, eps: Tensor, floor: float, *, shift: float, rescale: bool
+) -> Tensor:
+    """The adjoint of :func:`eigen_forward`'s Y, applied to grad; in grad's dtype."""
+    if is_traced():
+        return _backward(grad, eigen, eps, floor, shift, rescale)
+    out = torch.empty_like(grad)
+
+    def some(chunk: slice) -> None:
+        own = eps if len(eps) == 1 else eps[chunk]
+        part = Eigen(*(each[chunk] for each in eigen))
+        out[chunk] = _backward(grad[chunk], part, own, floor, shift, rescale)
+
+    over_chunks(some, len(grad), eigen.Q.shape[-1])
+    return out
+
+
+def gram_matrix(x: Tensor) -> Tensor:
+    """X X^T (B, n, n); of large matrices only the blocks on and below the diagonal, which eigh reads."""
+    n = x.shape[1]
+    if n < 128 or is_traced():
+        return torch.bmm(x, x.mT)
+    A = x.new_empty((x.shape[0], n, n))
+    edges = [n * part // 4 for part in range(5)]
+    for start, stop in itertools.pairwise(edges):
+        A[:, start:stop, :stop] = torch.bmm(x[:, start:stop], x[:, :stop].mT)
+    return A
+
+
+def _forward(
+    x: Tensor, eps: Tensor, floor: float, shift: float, rescale: bool, dtype: torch.dtype, work: torch.dtype
+) -> tuple[Tensor, Eigen]:
+    # Squares of narrower tokens are in the range of dtype as they are.
+    is_narrow = x.dtype.itemsize < dtype.itemsize
+    unit = x.new_ones(x.shape[:1], dtype=dtype) if is_narrow else unit_of(x, dtype)
+    X = x.to(dtype) if is_narrow else scaled(x, unit, dtype)
+    A = gram_matrix(X)
+    # LAPACK refuses the whole batch for one NaN: bad matrices pass through it as zeros.
+    finite = A.diagonal(dim1=1, dim2=2).sum(-1).isfinite()
+    eigenvalues, Q = torch.linalg.eigh(torch.where(finite[:, None, None], A, 0))
+    top = eigenvalues[:, -1:].double()
+    t = torch.where(top > 0, eigenvalues.double() / _or_one(top), 1)
+    s_max = top.clamp(min=0).sqrt()[:, 0]
+    if is_narrow:  # for W, which is rounded to theirs
+        unit = _or_one(s_max).clamp(2.0**-100, 2.0**100)
+        s_max = s_max / unit
+        W = torch.bmm((Q / unit[:, None, None]).mT, X).to(work)
+    else:
+        W = torch.bmm(Q.mT, X).to(work)
+    s_max, Q = torch.where(finite, s_max, torch.nan), Q.to(work)
+    gain = _gain(t, eps, floor) + shift
+    # Only float64 tokens can be beyond a narrower dtype.
+    fits = x.dtype.itemsize <= work.itemsize
+    size = (unit if fits else torch.ones_like(unit)) if rescale else 1 / _or_one(s_max)
+    gain = gain * torch.where(finite, size, torch.nan)[:, None]
+    y = torch.bmm(Q * gain[:, None].to(work), W)
+    if rescale and not fits:
+        y = y * unit[:, None, None]
+    return y.to(x.dtype), Eigen(Q, W, t, s_max, unit.double())
+
+
+def _backward(grad: Tensor, eigen: Eigen, eps: Tensor, floor: float, shift: float, rescale: bool) -> Tensor:
+    Q, W, t, s_max, unit = eigen
+    work = Q.dtype
+    size = _or_one(s_max)
+    gain = _gain(t, eps, floor)
+    P = torch.bmm(Q.mT, grad.to(work))
+    per_size = (1 / size)[:, None, None].to(work)
+    K = torch.bmm(P, W.mT) * per_size
+    core = _divided_differences(t, gain, eps, floor).to(work) * (K + K.mT)
+    # All t_i are relative to the largest. Where that repeats it has no derivative; the mean over the tied
+    # directions is taken, which is the central difference for a tie of two.
+    pulled = (core.diagonal(dim1=1, dim2=2) * t).sum(-1, keepdim=True)
+    if not rescale:
+        pulled = pulled + (K.diagonal(dim1=1, dim2=2) * (gain + shift)).sum(-1, keepdim=True)
+    tied = (t >= 1 - _TIED * torch.finfo(work).eps).to(t.dtype)
+    core.diagonal(dim1=1, dim2=2).sub_((pulled * tied / tied.sum(-1, keepdim=True)).to(work))
+    inner = torch.baddbmm(P * (gain + shift)[..., None].to(work), core * per_size, W)
+    out = torch.bmm(Q, inner)
+    if not rescale:  # by both in turn, since their product may be subnormal
+        out = out / size[:, None, None].to(work) / unit[:, None, None]
+    zero, finite = (flag[:, None, None] for flag in (s_max == 0, s_max.isfinite()))
+    return torch.where(zero, grad, torch.where(finite, out, 0).to(grad.dtype))
+
+
+def _gain(t: Tensor, eps: Tensor, floor: float) -> Tensor:
+    gain: Tensor = t.clamp(min=floor**2) ** ((eps[:, None] - 1) / 2)
+    return gain
+
+
+def _divided_differences(t: Tensor, gain: Tensor, eps: Tensor, floor: float) -> Tensor:
+    """F (B, n, n), in float64."""
+    gap = t[:, :, None] - t[:, None]
+    near = gap.abs() <= _NEAR * t[:, None].clamp(min=floor**2)
+    slope = torch.where(t >= floor**2, (eps[:, None] - 1) / 2 * gain / t, 0)
+    difference = (gain[:, :, None] - gain[:, None]) / torch.where(near, 1, gap)
+    return torch.where(near, (slope[:, :, None] + slope[:, None]) / 2, difference)
+
+
+def _or_one(size: Tensor) -> Tensor:
+    return torch.where(size > 0, size, 1)
