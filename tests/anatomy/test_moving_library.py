@@ -1,4 +1,4 @@
-"""A library whose next release is written otherwise: its models are edited rightly, or refused at the edit."""
+"""A library whose next release is written otherwise: edited rightly, or refused at the edit."""
 
 import importlib.util
 import itertools
