@@ -389,11 +389,11 @@ class Flow:
                 continue
             axes.setdefault(value, self._axis(value, last))
             for out in op.outputs:
-                axis = self._moved(op, axes[value], self.shape(value), self.shape(out))
+                axis = self.moved(op, axes[value], self.shape(value), self.shape(out))
                 if axis is not None:
                     axes.setdefault(out, axis)
 
-    def _moved(self, op: Op, axis: int, before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
+    def moved(self, op: Op, axis: int, before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
         """The axis of the channels after an operation, None where it cannot be told."""
         final = len(before) - 1
         if op.name == "permute" and op.details:

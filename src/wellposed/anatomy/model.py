@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from wellposed.anatomy.example import given_example, made_examples
-from wellposed.anatomy.proof import is_quiet, prove, proven_row, version_of
+from wellposed.anatomy.proof import is_quiet, prove, proven_embeddings, proven_row, version_of
 from wellposed.anatomy.rows import BlockRow, EmbeddingRow, Layout, Position, Side, Tap
 from wellposed.anatomy.table import block_row, embedding_row, unknown_model
 from wellposed.errors import SeamError, WrappedModelError
@@ -218,17 +218,34 @@ def no_attention(block: Block) -> str:
 def embeddings(model: nn.Module, example: Any = None) -> list[Embedding]:
     """The patch embeddings of a model. Raises where there is none that the table knows."""
     blocks(model, example)  # an unknown model gets the error about models
-    found = [
-        Embedding(name, module, row)
-        for name, module in model.named_modules()
-        if (row := embedding_row(module))
-    ]
+    found = _taught_embeddings(model) or _proven_embeddings(model)
+    if not found:
+        # Its blocks were known, so that it was not run yet.
+        for _, part, one in made_examples(model) if example is None else []:
+            prove(part, one)
+        if example is not None:
+            prove(model, given_example(model, example))
+        found = _proven_embeddings(model)
     if not found:
         raise ValueError(
             f"found no patch embedding that wellposed knows in {type(model).__name__}; "
             'gray the input of a block instead (where="blocks", blocks=0), or describe it with '
             "wellposed.anatomy.teach(MyPatchEmbedding, EmbeddingRow(...))."
         )
+    return found
+
+
+def _taught_embeddings(model: nn.Module) -> list[Embedding]:
+    found = ((name, module, embedding_row(module)) for name, module in model.named_modules())
+    return [Embedding(name, module, row) for name, module, row in found if row is not None]
+
+
+def _proven_embeddings(model: nn.Module) -> list[Embedding]:
+    """Those of the outermost parts of a model that were run."""
+    found: list[Embedding] = []
+    for name, module in model.named_modules():
+        if not any(not known.name or name.startswith(f"{known.name}.") for known in found):
+            found += [Embedding(name, module, row) for row in proven_embeddings(module)]
     return found
 
 
