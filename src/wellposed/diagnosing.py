@@ -10,6 +10,7 @@ import timm
 from torch import nn
 
 from wellposed.models import build, describe_weights
+from wellposed.probes.image_sources import source_of
 from wellposed.train.environment import without_secrets
 from wellposed.train.trained_run import IMAGES, open_run
 
@@ -60,6 +61,8 @@ def named_model(
             f"--weights {weights} is of a run, got the model {name}; name the run's folder in its place, or "
             "a file of weights as --weights."
         )
+    if images is not None:
+        source_of(images)  # before anything is downloaded
     options = dict(options)
     if image_size is not None:
         size = "image_size" if name.startswith(("hf:", "tv:")) else "img_size"
@@ -89,6 +92,8 @@ def trained_model(
     wanted = weights or OF_A_RUN[0]
     if wanted not in OF_A_RUN:
         raise ValueError(f"--weights of a run must be {' or '.join(OF_A_RUN)}, got {weights!r}.")
+    if images is not None:
+        source_of(images)
     run = open_run(folder, count or IMAGES, device=device)
     model = run.model(cast(Literal["best", "last"], wanted))
     about = {

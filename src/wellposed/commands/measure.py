@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from wellposed.commands.app import app, plain_errors
+from wellposed.commands.app import app, device_named, plain_errors
 from wellposed.commands.lists import numbers, parts
 from wellposed.train import options
 
@@ -38,7 +38,8 @@ def diagnose(
         str,
         typer.Argument(
             metavar="MODEL_OR_RUN",
-            help="A timm name, hf-hub:NAME, local-dir:FOLDER, hf:NAME_OR_FOLDER, tv:NAME, or the folder of a run.",
+            help="A timm name, hf-hub:NAME, local-dir:FOLDER, hf:NAME_OR_FOLDER, tv:NAME, or the folder of a "
+            "run.",
         ),
     ],
     images: Annotated[
@@ -83,13 +84,11 @@ def diagnose(
 ) -> None:
     """Measure how ill-conditioned a model or a training run is, and print the worst blocks first."""
     with plain_errors():
-        import torch
-
         import wellposed
         from wellposed import diagnosing
         from wellposed.train.environment import environment
 
-        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        kind = device_named(device)
         if diagnosing.is_folder(model):
             by_name = {"--pretrained": pretrained or None, "--image-size": image_size}
             _refuse_for_a_run(by_name | {"--model-option": model_option or None, "--seed": seed})
@@ -113,6 +112,7 @@ def diagnose(
             blocks=numbers(blocks, "blocks"),
             max_images=max_images,
             batch_size=batch_size,
+            progress=True,
         )
         diagnosis.about.update({**target.about, "environment": environment()})
         diagnosis.notes.extend([*target.notes, target.about["weights"]])
