@@ -306,3 +306,21 @@ def test_progress_where_there_is_no_terminal(folder, monkeypatch) -> None:
     result = diagnose(*MODEL, "--images", folder, "--batch-size", "2", "--what", "conditioning")
     assert "forward passes, 1 batches\nforward passes, 2 batches\n" in result.stderr
     assert LINE_SECONDS <= 15
+
+
+def test_edits_and_a_comparison(folder, tmp_path) -> None:
+    common = [*MODEL, "--images", folder, "--blocks", "0", "--device", "cpu", "--model-option", "depth=2"]
+    plain = diagnose(*common, "--out", tmp_path / "plain")
+    assert plain.exit_code == 0, plain.output
+    edits = ("--edit", "graying=dct", "--edit", "eps=0.5", "--edit", "gray_where=blocks")
+    for other in (tmp_path / "plain", MODEL[0]):
+        edited = diagnose(*common, *edits, "--compare", other)
+        assert edited.exit_code == 0, edited.output
+        table = edited.output.partition("measure")[2].splitlines()
+        assert table[0].split() == ["where", MODEL[0], str(other), "ratio"]
+        assert not any(".skip" in line for line in table)
+        rows = [line.split() for line in table if line.startswith("kappa")]
+        assert any(row[-1] not in ("1", "-") for row in rows)
+    assert edited.output.count("edited: gray_tokens") == 2
+    wrong = diagnose(*common, "--edit", "epochs=3")
+    assert "error: expected an edit (graying, " in wrong.output
