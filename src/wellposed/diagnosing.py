@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import timm
 from torch import nn
 
-from wellposed.models import build, describe_weights
+from wellposed.models import build, describe_weights, has_random_weights
 from wellposed.probes.diagnosis import Diagnosis
 from wellposed.probes.image_sources import source_of
 from wellposed.train.environment import without_secrets
@@ -89,6 +89,7 @@ def named_model(
     if edits:
         apply_edits(model, Recipe(**edits))
     about = {"model": name, "weights": describe_weights(model), "seed": seed, "data": _name(images)}
+    about["random"] = has_random_weights(model)
     return Target(model.to(device), images, about)
 
 

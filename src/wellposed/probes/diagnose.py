@@ -97,6 +97,8 @@ def diagnose(
             bar.say("bounds")
             records += measure_bounds(model, batches, blocks=blocks)
         if "jacobian" in chosen:
+            if blocks is None:
+                notes.append(f"The Jacobians are of block {found[0].index} alone; blocks= names others.")
             for block in found if blocks is not None else found[:1]:
                 for part, skip in itertools.product(block.row.roles, (False, True)):
                     bar.say(f"Jacobian of {block.name}, {part}{' with its skip' if skip else ''}")
