@@ -456,3 +456,14 @@ def test_jacobians_without_a_spectrum_have_a_table(tmp_path: Path) -> None:
     assert "--what jacobian" not in page.partition("id='missing'")[2].partition("</section>")[0]
     (row,) = read_data(page)["jacobian"]
     assert (row["block"], row["position"], row["value"]) == (3, "attention", 9e3)
+
+
+def test_line_separators_in_names_do_not_reach_the_charts(tmp_path: Path) -> None:
+    """Vega's expressions hold names as texts, and a U+2028 ends the line in the middle of one."""
+    make.write_run(tmp_path / "a\u2028b\u2029c")
+    page = report_page(read_material([tmp_path / "a\u2028b\u2029c"]))
+    found = re.search(r"id='report-data'>(.*?)</script>", page, re.DOTALL)
+    assert found
+    for separator in ("\u2028", "\u2029", "\\u2028", "\\u2029"):
+        assert separator not in found[1]
+    assert {row["run"] for row in read_data(page)["training"]} == {"a b c"}

@@ -38,8 +38,7 @@ def diagnose(
         str,
         typer.Argument(
             metavar="MODEL_OR_RUN",
-            help="A timm name, hf-hub:NAME, local-dir:FOLDER, hf:NAME_OR_FOLDER, tv:NAME, or the folder of a "
-            "run.",
+            help="A timm name, hf-hub:NAME, local-dir:FOLDER, hf:NAME_OR_FOLDER, tv:NAME, or a run's folder.",
         ),
     ],
     images: Annotated[
