@@ -161,14 +161,16 @@ def _cpu_values(x: Tensor) -> Tensor:
 
 def _values(x: Tensor) -> Tensor:
     """Of matrices (B, n, d), n <= d."""
-    # Products of the same numbers with other strides may be rounded otherwise.
-    wide = x.double().contiguous()
+    # The same numbers may be rounded otherwise where they lie otherwise in memory. With rows that begin at
+    # multiples of 64 bytes, and a copy of each Gram matrix, a matrix has one kappa wherever in a batch it is.
+    wide = torch.nn.functional.pad(x.double(), (0, -x.shape[2] % 8)).contiguous()
     # LAPACK refuses the whole batch for one NaN: bad matrices pass through it as zeros.
     finite = wide.isfinite().all(-1).all(-1)
     if not finite.all():
         wide = torch.where(finite[:, None, None], wide, 0)
     in_range, scale = _in_range(x, wide)
-    values = torch.linalg.eigvalsh(gram_matrix(in_range)).flip(-1).clamp(min=0).sqrt() * scale[:, None]
+    eigenvalues = torch.stack([torch.linalg.eigvalsh(A) for A in gram_matrix(in_range)])
+    values = eigenvalues.flip(-1).clamp(min=0).sqrt() * scale[:, None]
     is_hard = values[:, -1] * _HARD_ON_CPU < values[:, 0]
     if is_hard.any():
         values[is_hard] = _lapack_values(wide[is_hard])
