@@ -217,6 +217,7 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
         stream=place,
         unchained=_unchained(flow, group, roles, stream),
         no_token_attention=reader.no_token_attention(),
+        causal=any(flow.is_causal(r) for r, role in zip(residuals, roles, strict=True) if role != "ffn"),
     )
     return group
 

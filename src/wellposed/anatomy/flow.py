@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from wellposed.anatomy.masks import READABLE, hidden_by, hides_later
 from wellposed.anatomy.trace import ADDS, HIDDEN_ADDS, Op, Trace
 
 Kind = Literal["attention", "pointwise", "mixed", "spatial", "parallel", "long"]
@@ -256,6 +257,11 @@ class Flow:
             for op in residual.path
             if op.name == "softmax" or self.is_product_of_tokens(op, residual.inside)
         ]
+
+    def is_causal(self, residual: Residual) -> bool:
+        """Whether the attention in a branch hides from each token those that come after it."""
+        hidden = [hidden_by(op.name, *op.details) for op in residual.path if op.name in READABLE]
+        return any(one is not None and bool(hides_later(one)) for one in hidden)
 
     def weighted(self, residual: Residual) -> list[Op]:
         """The products with weights inside a branch."""

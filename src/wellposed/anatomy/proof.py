@@ -16,7 +16,7 @@ import types
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -143,7 +143,9 @@ def prove(model: nn.Module, example: Example) -> list[Found]:
         adds = Counter(id(call.module) for call in seen.calls)
         found = [_as_run(block, adds[id(block.module)], calls) for block in found]
         for block in found:
-            proofs().rows[_signature(block.module)] = block.row
+            known = proofs().rows.get(signature := _signature(block.module), block.row)
+            causal = block.row.causal if known.refused or known.causal == block.row.causal else None
+            proofs().rows[signature] = replace(block.row, causal=causal)
             proofs().classes.add(_class_key(own_class(block.module)))
         within = {id(m) for block in found for m in block.module.modules()}
         for module in model.modules():
