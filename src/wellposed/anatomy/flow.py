@@ -116,17 +116,18 @@ class Flow:
 
     def _residual(self, op: Op) -> Residual | None:
         values = self.trace.values
-        if op.name in HIDDEN_ADDS:  # a scale may stand among the operands
-            operands = [v for v in op.inputs if not self._is_learned(v)]
-        else:
-            operands = list(op.inputs)
-        if len(operands) != 2:
+        given = [value for value in op.inputs if values[value].floating and not values[value].learned]
+        if len(given) < 2 or (len(given) > 2 and op.name in ADDS):
             return None
-        left, right = operands
-        if values[left].shape != values[right].shape or not values[left].floating:
-            return None
-        if values[left].learned or values[right].learned or len(values[left].shape) < 3:
-            return None
+        for right in given[1:]:  # several only where an operation adds among other things
+            if values[given[0]].shape == values[right].shape and len(values[right].shape) >= 3:
+                found = self._sum(op, given[0], right)
+                if found is not None:
+                    return found
+        return None
+
+    def _sum(self, op: Op, left: int, right: int) -> Residual | None:
+        """The residual add of two values, in whichever order."""
         for skip, branch, is_left in ((left, right, True), (right, left, False)):
             if self._is_part_of_the_channels(skip):
                 continue

@@ -23,7 +23,9 @@ def choose(
     example: Any = None,
 ) -> list[tuple[Block, _Target]]:
     """The selected blocks with ``target(block)``, which returns a sentence where there is none."""
-    found = [(block, target(block)) for block in select(blocks(model, example), selection)]
+    found: list[tuple[Block, _Target | str]] = [
+        (block, block.row.refused or target(block)) for block in select(blocks(model, example), selection)
+    ]
     chosen = [(block, t) for block, t in found if not isinstance(t, str)]
     refused = [(block, t) for block, t in found if isinstance(t, str)]
     if refused and (selection is not None or not chosen):
