@@ -80,7 +80,8 @@ def gray_by_dct_products(x: Tensor) -> Tensor:
     coefficients = rows @ x @ columns.mT
     magnitude = coefficients.abs()
     gain = power_gain(magnitude / magnitude.amax((-2, -1), keepdim=True), DCT_EPS)
-    return rows.mT @ (coefficients * gain) @ columns
+    y: Tensor = rows.mT @ (coefficients * gain) @ columns
+    return y
 
 
 METHODS: dict[str, Callable[[Tensor], Tensor]] = {
