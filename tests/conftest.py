@@ -2,6 +2,7 @@
 
 ``@pytest.mark.pairwise`` above the parameters of a test keeps so many that each two values of two parameters
 meet in one, ``@pytest.mark.every_value`` so many that each value of every parameter is in one.
+``@each_kind`` and ``@some_families`` of zoo.py are for what is much the same in many of the families.
 ``pytest --every-setting`` runs them all.
 """
 
@@ -34,11 +35,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("every_setting"):
         return
     marked: dict[tuple[str, int], list[pytest.Function]] = defaultdict(list)
+    left_out: set[pytest.Item] = set()
     for item in items:
+        if not isinstance(item, pytest.Function):
+            continue
+        some = item.get_closest_marker("some_families")
+        if some and item.callspec.params["case"].name not in some.args:
+            left_out.add(item)
+            continue
         for name, strength in STRENGTHS.items():
-            if isinstance(item, pytest.Function) and item.get_closest_marker(name):
+            if item.get_closest_marker(name):
                 marked[item.nodeid.partition("[")[0], strength].append(item)
-    left_out = set()
     for (_, strength), cases in marked.items():
         kept = covering([settings(case) for case in cases], strength)
         left_out |= set(cases) - {cases[i] for i in kept}

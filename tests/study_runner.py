@@ -63,13 +63,24 @@ def run(study: Study, tmp_path: Path, **options: Any) -> tuple[running.Outcome, 
     return outcomes[0], text
 
 
-def run_all(studies: list[Study], tmp_path: Path, **options: Any) -> tuple[list[running.Outcome], str]:
+def without_figure(study: Study) -> Study:
+    def report(records: Any) -> Any:
+        return dataclasses.replace(study.report(records), draw=None)
+
+    return dataclasses.replace(study, report=report)
+
+
+def run_all(
+    studies: list[Study], tmp_path: Path, *, draw: bool = False, **options: Any
+) -> tuple[list[running.Outcome], str]:
+    """Without the figures unless they are asked for: drawing takes longer than the rest."""
     script = tmp_path / "runner.py"
     script.write_text(SCRIPT)
     console = Console(file=io.StringIO(), width=300)
     measured = [
         study if study.after is None else dataclasses.replace(study, after=after) for study in studies
     ]
+    measured = measured if draw else list(map(without_figure, measured))
     usual: dict[str, Any] = {"out": tmp_path / "out", "seeds": [0, 1], "jobs": 4}
     command = [sys.executable, "-S", "-E", str(script)]
     outcomes = running.run_all(measured, **usual | options, command=command, console=console)

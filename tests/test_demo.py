@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -34,17 +35,16 @@ def small():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory):
-    """A demo by its command: where, what it printed, and the rows of a second one in the same folder."""
+    """A demo by its command: where, what it printed, and its table."""
     out = tmp_path_factory.mktemp("here") / "demo"
     result = CliRunner().invoke(app, ["demo", "--epochs", "2", "--out", str(out)])
     assert result.exit_code == 0, result.output
     table = json.loads((out / demo.MARK).read_text())["table"]
-    again = demo.run(out, epochs=2, console=Console(file=io.StringIO()))
-    return out, result.output, table, again
+    return out, result.output, table
 
 
 def test_the_command_prints_a_table_and_says_what_it_wrote(made) -> None:
-    out, output, table, _ = made
+    out, output, table = made
     for row in table:
         assert f"{row['name']} " in output
         assert f"{row['accuracy']:.1%}" in output
@@ -53,24 +53,31 @@ def test_the_command_prints_a_table_and_says_what_it_wrote(made) -> None:
     assert (out / demo.PAGE).resolve().as_uri() in output
 
 
-def test_the_same_seed_gives_the_same_table(made) -> None:
-    _, _, table, again = made
+def test_the_same_seed_gives_the_same_table(made, tmp_path, monkeypatch) -> None:
+    """In the folder of a demo that is done, which starts anew; with one variant, as each start takes long."""
+    out, _, table = made
+    shutil.copytree(out, tmp_path / "demo")
+    monkeypatch.setattr(demo, "VARIANTS", {demo.NO_ATTENTION: demo.VARIANTS[demo.NO_ATTENTION]})
+    again = demo.run(tmp_path / "demo", epochs=2, console=Console(file=io.StringIO()))
     assert again.exit_code == 0
-    assert [demo._plain(row) for row in again.rows] == table
+    assert [demo._plain(row) for row in again.rows] == [
+        row for row in table if row["name"] == demo.NO_ATTENTION
+    ]
+    assert [path.name for path in (tmp_path / "demo" / demo.RUNS).glob("*/run.jsonl")] == ["run.jsonl"]
 
 
 def test_the_page_has_the_numbers_of_the_table(made) -> None:
-    out, _, _, again = made
+    out, _, table = made
     page = read_data((out / demo.PAGE).read_text(encoding="utf-8"))
     shown = {row["name"]: row for row in page["runs"]}
-    assert list(shown) == [row.name for row in again.rows]
-    for row in again.rows:
-        assert shown[row.name]["accuracy"] == pytest.approx(100 * row.accuracy)
+    assert list(shown) == [row["name"] for row in table]
+    for row in table:
+        assert shown[row["name"]]["accuracy"] == pytest.approx(100 * row["accuracy"])
     assert {"conditioning", "density", "training", "provenance"} <= set(page)
 
 
 def test_kappa_is_that_of_the_tokens_of_the_last_weights(made) -> None:
-    out, _, _, again = made
+    out, _, table = made
     opened = open_run(out / demo.RUNS / demo.PLAIN, demo.PROBE_IMAGES)
     model = opened.model("last")
     caught: list[torch.Tensor] = []
@@ -78,7 +85,7 @@ def test_kappa_is_that_of_the_tokens_of_the_last_weights(made) -> None:
     with torch.inference_mode():
         model(opened.images)
     expected = statistics.median(torch.linalg.cond(caught[0].double()).tolist())
-    assert again.rows[0].kappa_in.value == pytest.approx(expected)
+    assert table[0]["kappa_in"]["median"] == pytest.approx(expected)
 
 
 def test_a_run_that_fails_is_told_with_the_end_of_its_log(tmp_path: Path, monkeypatch) -> None:

@@ -55,6 +55,25 @@ def test_not_marked(a, b):
     pass
 """
 
+OF_FAMILIES = """
+from types import SimpleNamespace
+import pytest
+
+cases = pytest.mark.parametrize("case", [SimpleNamespace(name=name) for name in "abcd"])
+
+@pytest.mark.some_families("b", "d")
+@cases
+def test_marked(case):
+    assert case.name in "bd"
+
+@pytest.mark.every_value
+@pytest.mark.some_families("b", "d")
+@pytest.mark.parametrize("way", [1, 2])
+@cases
+def test_with_another(case, way):
+    assert (case.name, way) in [("b", 1), ("d", 2)]
+"""
+
 
 @pytest.mark.parametrize(
     ("mark", "option", "kept"),
@@ -72,3 +91,13 @@ def test_marks(pytester: pytest.Pytester, mark: str, option: tuple[str, ...], ke
     # What is asked for by name runs.
     result = pytester.runpytest_inprocess("test_it.py::test_marked[x-3-2-half]")
     result.assert_outcomes(passed=1)
+
+
+def test_some_of_the_families(pytester: pytest.Pytester) -> None:
+    here = Path(__file__).parent
+    pytester.makepyfile(pairwise=(here / "pairwise.py").read_text(), test_it=OF_FAMILIES)
+    pytester.makeconftest((here / "conftest.py").read_text())
+    pytester.makeini("[pytest]\nmarkers =\n    some_families\n    every_value\n")
+    pytester.runpytest_inprocess().assert_outcomes(passed=4, deselected=8)
+    # All of them, of which those that are not meant fail.
+    pytester.runpytest_inprocess("--every-setting").assert_outcomes(passed=4, failed=8)

@@ -254,6 +254,33 @@ BY_NAME = {case.name: case for case in CASES}
 WITH_EMBEDDING = tuple(case.name for case in CASES if case.has_embedding)
 every_family = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
+KINDS = {
+    "timm vit": "queries, keys and values of one layer; tokens (B, N, C)",
+    "timm eva": "rotary positions, which the block's call takes; SwiGLU",
+    "timm beit": "fused attention with a position bias; layer scales",
+    "timm swin": "windows that are shifted; tokens (B, H, W, C)",
+    "timm cait": "class attention in blocks of its own; heads mixed before the softmax",
+    "timm pvt_v2": "stages; keys of fewer tokens",
+    "timm xcit": "attention over channels; a third skip",
+    "timm resmlp": "no attention; tokens mixed by a linear layer",
+    "timm convmixer": "no attention and no MLP; images (B, C, H, W)",
+    "hf vit": "a layer of transformers, with a wrapped forward pass",
+    "hf vitmae": "an encoder and a decoder, and positions that are left out",
+    "hf beit": "fused attention of transformers with a position bias",
+    "hf swin": "windows of transformers; a tuple comes out of a block",
+    "torchvision vit": "nn.MultiheadAttention: packed parameters",
+    "torch encoder pre-norm": "tokens (N, B, C), without an embedding",
+}
+"""Families that differ in what an edit or a probe meets. The rest are close to one of these."""
+
+
+def some_families(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Parametrise a test over the families, of which it runs on these; on all with ``--every-setting``."""
+    return lambda test: pytest.mark.some_families(*names)(every_family(test))
+
+
+each_kind = some_families(*KINDS)
+
 
 def families(*names: str) -> pytest.MarkDecorator:
     """Parametrise a test over some of the families."""

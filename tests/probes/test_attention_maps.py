@@ -22,7 +22,7 @@ from wellposed.probes.attention_maps import (
     watching_attention,
 )
 from wellposed.probes.observe import observed
-from zoo import BY_NAME, CASES, Case, every_family, families, output
+from zoo import BY_NAME, CASES, Case, each_kind, every_family, families, output
 
 # (W, H, N, M) of each block
 WINDOWS = [(4, 2, 16, 16)] * 2 + [(1, 2, 16, 16)] * 2
@@ -170,7 +170,7 @@ def test_attention_is_that_of_the_weights(case: Case) -> None:
     assert source.estimator == (FROM_QK if case.name == "timm vit" else FROM_WEIGHTS)
 
 
-@every_family
+@each_kind
 def test_edited_models_show_their_attention(case: Case) -> None:
     model, x = case.model(), images_of(case, 2)
     plain, _ = maps_of(blocks(model), lambda: output(model, x))

@@ -26,7 +26,7 @@ from wellposed.probes.density import (
 )
 from wellposed.probes.passes import forward_passes
 from wellposed.records import Record, read_json, write_json
-from zoo import BY_NAME, Case, every_family, families
+from zoo import BY_NAME, Case, each_kind, families
 
 # The measures
 
@@ -144,7 +144,7 @@ def select(records: list[Record], measure: str, block: int, head: int | None = N
     return record
 
 
-@every_family
+@each_kind
 def test_records_are_means_of_the_attention(case: Case) -> None:
     model, x = case.model().train(), case.input(3)
     if case.name == "torch encoder pre-norm":  # has images on the second axis

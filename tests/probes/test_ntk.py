@@ -12,7 +12,7 @@ from untouched import assert_same, fingerprint
 from wellposed.anatomy import blocks
 from wellposed.probes import ntk_rows
 from wellposed.probes.ntk import kernel_spectrum, ntk, ntk_spectrum
-from zoo import BY_NAME, Case, every_family, families
+from zoo import BY_NAME, Case, each_kind, families
 
 VIT = BY_NAME["timm vit"]
 
@@ -22,7 +22,7 @@ def measure(model: nn.Module, x: Tensor, **settings):
     return ntk(model, x, **settings)
 
 
-@every_family
+@each_kind
 def test_the_kernel_and_its_parts_are_those_of_plain_gradients(case: Case) -> None:
     model, x = case.model(dtype=torch.float64), case.input(3, dtype=torch.float64)
     rows = reference_rows(model, single_images(case, x), None)

@@ -15,7 +15,7 @@ from wellposed.errors import UnknownModelError
 from wellposed.probes.jacobian import products
 from wellposed.probes.observe import observed, watching_tokens
 from wellposed.probes.subblock import SubBlock, sub_block
-from zoo import BY_NAME, Case, every_family, families
+from zoo import BY_NAME, Case, each_kind, every_family, families
 
 
 def one_image(case: Case, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -55,7 +55,7 @@ def test_every_part_is_what_the_model_computes(case: Case) -> None:
                 torch.testing.assert_close(out, seen[block.index, f"{role}.{position}"])
 
 
-@every_family
+@each_kind
 def test_parts_start_where_they_should(case: Case) -> None:
     model, x = case.model(), one_image(case)
     seen = tokens_seen(model, x)
@@ -67,7 +67,7 @@ def test_parts_start_where_they_should(case: Case) -> None:
             torch.testing.assert_close(tokens(model, cut, cut.input), seen[block.index, position])
 
 
-@every_family
+@each_kind
 def test_the_whole_block_is_the_block(case: Case) -> None:
     model, x = case.model(), one_image(case)
     for block in blocks(model):

@@ -20,7 +20,7 @@ from wellposed.train.recipe import Recipe
 
 
 def test_a_whole_study(tmp_path) -> None:
-    outcome, text = study_runner.run(skip_ablation.STUDY, tmp_path)
+    outcome, text = study_runner.run(skip_ablation.STUDY, tmp_path, draw=True)
     assert outcome.exit_code == 0
     assert outcome.report is not None
     assert outcome.report.verdict == "reproduced"
@@ -203,7 +203,7 @@ def test_what_is_refused(tmp_path) -> None:
 
 def test_without_matplotlib_the_tables_are_written(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    outcome, text = study_runner.run(catalogue.get("cb-position"), tmp_path, seeds=[0])
+    outcome, text = study_runner.run(catalogue.get("cb-position"), tmp_path, seeds=[0], draw=True)
     assert outcome.exit_code == 0
     assert not (outcome.folder / "figure.png").exists()
     assert (outcome.folder / "table.csv").exists()

@@ -80,7 +80,7 @@ def test_further_seeds_keep_the_choice(tmp_path) -> None:
 
 
 def test_studies_share_their_runs(tmp_path) -> None:
-    outcomes, text = study_runner.run_all([both.STUDY, PLAIN], tmp_path, seeds=[0])
+    outcomes, text = study_runner.run_all([both.STUDY, PLAIN], tmp_path, seeds=[0], draw=True)
     first, second = (runs_of(outcome.folder) for outcome in outcomes)
     assert [outcome.folder.name for outcome in outcomes] == ["both-small", "context-broadcasting-small"]
     shared = {run.run for run in first} & {run.run for run in second}

@@ -22,7 +22,7 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_and_a_figure(name: str, tmp_path) -> None:
     study = catalogue.get(name)
-    outcome, text = study_runner.run(study, tmp_path, seeds=[0, 1])
+    outcome, text = study_runner.run(study, tmp_path, seeds=[0, 1], draw=True)
     report = outcome.report
     assert report is not None
     assert report.tables.keys() == TABLES[name]
@@ -88,7 +88,7 @@ def test_both_tells_whether_the_gains_add(tmp_path) -> None:
 
 
 def test_skip_depth_has_a_row_a_depth(tmp_path) -> None:
-    outcome, _ = study_runner.run(catalogue.get("skip-depth"), tmp_path, seeds=[0])
+    outcome, _ = study_runner.run(catalogue.get("skip-depth"), tmp_path, seeds=[0], draw=True)
     assert outcome.report is not None
     table = outcome.report.tables["table"]
     # Two variants, two initialisations, four depths, and at depth 12 two more.

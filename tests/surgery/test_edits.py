@@ -11,7 +11,7 @@ from torch import nn
 
 import wellposed as wp
 from wellposed.surgery.insertion import Inserted
-from zoo import BY_NAME, WITH_EMBEDDING, Case, every_family, families, output
+from zoo import BY_NAME, WITH_EMBEDDING, Case, each_kind, every_family, families, output
 
 POSITIONS = ("mlp.end", "mlp.middle", "mlp.start", "attention.end")
 
@@ -58,7 +58,7 @@ def test_edit_then_restore_is_the_identity(case: Case) -> None:
     assert wp.restore(model) == ()
 
 
-@every_family
+@each_kind
 def test_state_dict_keys_stay_but_for_scales(case: Case) -> None:
     model = case.model()
     before = set(model.state_dict())
