@@ -69,7 +69,7 @@ class Proofs:
     def load(self, data: dict[str, Any]) -> None:
         self.tested |= data["tested"]
         self.classes |= set(data["classes"])
-        for key, rows in data["embeddings"].items():
+        for key, rows in data.get("embeddings", {}).items():
             self.embeddings[key] = tuple(
                 EmbeddingRow(
                     **row | {"tokens": Tap(**row["tokens"] | {"paths": tuple(row["tokens"]["paths"])})}
