@@ -188,10 +188,15 @@ def _found(model: nn.Module, example: Any, known: _Rows) -> tuple[_Rows, str]:
         except SeamError:
             raise
         except Exception as error:
-            # A model that its example does not fit may still have blocks that are known.
             if example is not None:
                 raise
-            return known, f"{type(part).__name__} could not be run on an example: {error}"
+            trouble = f"{type(part).__name__} could not be run on an example: {error}"
+            if known:  # an edit of these alone might be half of one
+                raise UnknownModelError(
+                    f"{len(known)} blocks of {type(model).__name__} are known, but whether there are others is "
+                    f"not: {trouble}\nGive an input of the model as example=."
+                ) from error
+            return known, trouble
     return _known(model)[0], ""
 
 

@@ -4,7 +4,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from wellposed.anatomy.model import Block, BlockSelection, refuse_wrapped
+from wellposed.anatomy.model import Block, BlockSelection, join_names, refuse_wrapped
 from wellposed.anatomy.rows import Role
 from wellposed.anatomy.seam import block_joins, close_seam, is_open, open_seam
 from wellposed.surgery.choose import choose
@@ -20,11 +20,12 @@ def remove_skips(
     *,
     blocks: BlockSelection = None,
     example: Any = None,
+    allow_drop_path: bool = False,
 ) -> Edits:
     """Remove skip connections from a model's blocks, in place.
 
-    What a block adds to its input becomes what it returns: x + f(x) -> f(x). Train such a model without
-    stochastic depth (timm's ``drop_path_rate``): where it drops f(x), nothing of the image is left.
+    What a block adds to its input becomes what it returns: x + f(x) -> f(x). A model with stochastic depth
+    (timm's ``drop_path_rate``) is refused: where it drops f(x), nothing of the image is left.
 
     Args:
         model: any transformer, not yet compiled, sharded or replicated.
@@ -35,6 +36,8 @@ def remove_skips(
         blocks: an index, a slice, several indices, or None for every block that has such a skip.
         example: an input to run a model of one's own on, once, to find its blocks; see
             :func:`wellposed.anatomy.blocks`. Not needed for timm, transformers and torchvision.
+
+        allow_drop_path: remove the skips of blocks with stochastic depth all the same.
 
     Returns:
         What was touched.
@@ -57,6 +60,8 @@ def remove_skips(
                     f"{block.name} has no {join.role} skip any more; the same edit twice is a mistake, "
                     "wp.restore(model) undoes all edits."
                 )
+    if not allow_drop_path:
+        _refuse_drop_path([block for block, _ in chosen])
     before = set(edits(model))
     # Every seam is opened before any skip goes, so that a refused block leaves the model as it was.
     _open_all([block for block, _ in chosen])
@@ -65,6 +70,19 @@ def remove_skips(
             if join.role in roles:
                 join.keep = False
     return Edits(edit for edit in edits(model) if edit not in before)
+
+
+def _refuse_drop_path(chosen: list[Block]) -> None:
+    for block in chosen:
+        for name, module in block.module.named_modules():
+            rate = getattr(module, "drop_prob", getattr(module, "p", 0.0))
+            is_one = any(word in type(module).__name__ for word in ("DropPath", "StochasticDepth"))
+            if is_one and isinstance(rate, int | float) and rate > 0:
+                raise ValueError(
+                    f"{join_names(block.name, name)} drops branches at a rate of {rate:g} in training, and "
+                    "without their skips nothing of an image remains: build the model without stochastic depth "
+                    "(timm: drop_path_rate=0), or pass allow_drop_path=True for one that is not trained."
+                )
 
 
 def _roles(block: Block, which: Which) -> tuple[Role, ...] | str:
