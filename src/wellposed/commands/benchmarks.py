@@ -46,7 +46,8 @@ def bench_graying(
     what: Annotated[
         list[str] | None,
         typer.Option(
-            help=r"steps: what edits add to a training step; growth: graying alone. \[default: both]"
+            help="steps: what edits add to a training step; growth: graying alone; peers: other ways to gray "
+            r"on a CPU, in turns. \[default: steps, growth]"
         ),
     ] = None,
     model: Annotated[
@@ -104,7 +105,7 @@ def bench_graying(
     Without a GPU the sizes are small, for an answer within a minute.
     """
     with plain_errors():
-        from wellposed.bench.graying import PARTS, run, show_saved
+        from wellposed.bench.graying import USUAL_PARTS, run, show_saved
 
         if saved is not None:
             show_saved(saved)
@@ -119,7 +120,7 @@ def bench_graying(
         sizes = {"tokens": _sizes(tokens), "channels": _sizes(channels), "batches": _sizes(batches)}
         growth = {"methods": parts(methods), "limit": limit, **sizes}
         run(
-            parts(what) or PARTS,
+            parts(what) or USUAL_PARTS,
             device=device,
             steps_options={**steps, "seed": seed},
             growth_options={**growth, "seed": seed},
