@@ -159,7 +159,7 @@ def test_without_a_gpu_the_sizes_are_small_and_can_be_set() -> None:
 
 
 def test_mistakes_are_told(tmp_path) -> None:
-    with pytest.raises(ValueError, match="what must be some of steps, growth, got 'step'"):
+    with pytest.raises(ValueError, match="what must be some of steps, growth, peers, got 'step'"):
         run(["step"])
     with pytest.raises(ValueError, match=r"expected graying-steps\.csv or graying-growth\.csv"):
         show_saved(tmp_path)

@@ -24,7 +24,8 @@ from wellposed.bench.timing import device_name, message
 from wellposed.train.recipe import Recipe
 
 PARTS = ("steps", "growth", "peers")
-"""The last on a CPU only."""
+USUAL_PARTS = PARTS[:2]
+"""Peers are for a CPU, and take minutes."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def show_saved(folder: Path, console: Console | None = None) -> None:
 
 
 def run(
-    what: Sequence[str] = PARTS,
+    what: Sequence[str] = USUAL_PARTS,
     *,
     device: str | None = None,
     steps_options: dict[str, Any] | None = None,
@@ -217,7 +218,9 @@ def run(
     # Growth first: it needs no compiler, and the models of the steps would stand in its memory.
     if "growth" in what:
         run_growth(usual_growth(on, growth_options or {}), on, out, console)
-    if "peers" in what and on.type == "cpu":
+    if "peers" in what:
+        if on.type != "cpu":
+            raise ValueError(f"peers are measured on a CPU, got {on}; add --device cpu.")
         run_peers(out, console)
     if "steps" in what:
         run_steps(usual_steps(on, steps_options or {}), on, out, console)

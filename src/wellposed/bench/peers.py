@@ -1,12 +1,12 @@
 """Graying on a CPU compared with other ways to it, in turns in one process.
 
-Every round measures all of them, so the noise of the machine meets all; ratios are of one round, to ``spectral``.
-Process time counts the work of all threads, wall clock is what a user waits.
+Every round measures all of them, so that the noise of the machine meets all. A ratio is to ``spectral`` in
+the same round. Process time counts the work of all threads, wall clock is what a user waits.
 
     chain          the products that other devices take, in float32
     eigh           the Gram matrix's eigenvalues in float64, with autograd's own gradient
     svd            torch.linalg.svd with Daleckii and Krein's gradient
-    polar          20 Newton-Schulz steps of fifth order (as in PolarExpress, with fixed coefficients): eps = 0 only
+    polar          Newton-Schulz steps of fifth order (PolarExpress with fixed coefficients): eps = 0 only
     dct products   the DCT as two matrix products
 """
 
@@ -68,10 +68,10 @@ def polar_factor(x: Tensor) -> Tensor:
     """U V^T."""
     if x.shape[1] > x.shape[2]:
         return polar_factor(x.mT).mT
-    y = x / torch.linalg.matrix_norm(x)[:, None, None]
+    y: Tensor = x / torch.linalg.matrix_norm(x)[:, None, None]
     for _ in range(STEPS):
         A = y @ y.mT
-        y = 1.875 * y + (0.375 * A @ A - 1.25 * A) @ y
+        y = torch.baddbmm(y, torch.baddbmm(A, A, A, beta=-1.25, alpha=0.375), y, beta=1.875)
     return y
 
 
@@ -96,7 +96,7 @@ METHODS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def measure_peers(shapes: tuple[tuple[int, int, int], ...] = SHAPES, rounds: int = 5) -> Iterator[PeerRow]:
+def measure_peers(shapes: tuple[tuple[int, int, int], ...] = SHAPES, rounds: int = 3) -> Iterator[PeerRow]:
     """All methods at each shape, forward alone and with the gradient."""
     for shape in shapes:
         x, upstream = (

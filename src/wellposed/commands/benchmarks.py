@@ -47,7 +47,8 @@ def bench_graying(
     what: Annotated[
         list[str] | None,
         typer.Option(
-            help=r"steps: what edits add to a training step; growth: graying alone. \[default: both]"
+            help="steps: what edits add to a training step; growth: graying alone; peers: other ways to gray "
+            r"on a CPU, in turns. \[default: steps, growth]"
         ),
     ] = None,
     model: Annotated[
@@ -105,7 +106,7 @@ def bench_graying(
     Without a GPU the sizes are small, for an answer within a minute.
     """
     with plain_errors():
-        from wellposed.bench.graying import PARTS, run, show_saved
+        from wellposed.bench.graying import USUAL_PARTS, run, show_saved
 
         if saved is not None:
             show_saved(saved)
@@ -120,7 +121,7 @@ def bench_graying(
         sizes = {"tokens": _sizes(tokens), "channels": _sizes(channels), "batches": _sizes(batches)}
         growth = {"methods": parts(methods), "limit": limit, **sizes}
         run(
-            parts(what) or PARTS,
+            parts(what) or USUAL_PARTS,
             device=None if device is None else device_named(device),
             steps_options={**steps, "seed": seed},
             growth_options={**growth, "seed": seed},
