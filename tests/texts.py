@@ -93,9 +93,11 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
     model = make().double().eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=0.2, generator=generator)
+            elif name.endswith("gamma"):
+                parameter.fill_(1.0)
     return model
 
 

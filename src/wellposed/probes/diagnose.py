@@ -18,6 +18,7 @@ from wellposed.probes.density import DensityProbe
 from wellposed.probes.diagnosis import Diagnosis
 from wellposed.probes.images import image_batches
 from wellposed.probes.jacobian import jacobian_spectrum
+from wellposed.probes.named_inputs import example_of
 from wellposed.probes.ntk import ntk_spectrum
 from wellposed.probes.observe import plain
 from wellposed.probes.passes import Probe, forward_passes
@@ -48,7 +49,9 @@ def diagnose(
     Args:
         model: any model of a known family, edited or not, compiled or wrapped in DDP or not, on any
             device. It is run in evaluation mode, inside autocast if the caller is.
-        images: a tensor (B, C, H, W); a folder; paths or PIL images; a DataLoader.
+        images: a tensor (B, C, H, W); a folder; paths or PIL images; a DataLoader. For texts, sounds or
+            several inputs: a dict of what the model takes (``input_ids``, ``attention_mask``, ...), a tensor of
+            token ids, or a DataLoader of these. Padding does not count.
         what: ``"conditioning"``: kappa, ranks and spectrum of the tokens at each position of each block;
             ``"density"``: how near attention is to uniform; ``"bounds"``: kappa beside what the paper's
             propositions say, on 4 images; ``"jacobian"``: extreme singular values of the attention and
@@ -73,7 +76,8 @@ def diagnose(
     inner = plain(model)
     batches = image_batches(images, inner, batch_size=batch_size, limit=max_images, transform=transform)
     if not is_settled(inner):
-        all_blocks(inner, example=next(iter(batches)))
+        first = next(iter(batches))
+        all_blocks(inner, example=example_of(first))
     found = _blocks(inner, blocks)
     notes: list[str] = []
     asks_for_density = what not in (None, "all")
