@@ -118,13 +118,21 @@ class Source(NamedTuple):
     """How the probabilities that ``see`` is looking at were made.
 
     ``dtype`` is that of the model's q and k, or of its scores; ``order`` counts the attentions of a block,
-    from 0. ``keys``: how many keys each row may see, in a shape that broadcasts to (images, W, H, N); None
-    where that is all. ``padding``: the rows that are padding (images, N), or why that cannot be told.
+    from 0.
     """
 
     estimator: str
     dtype: torch.dtype
     order: int
+
+
+class Rows(NamedTuple):
+    """What the rows of the probabilities that ``see`` is looking at may see.
+
+    ``keys``: how many keys each, in a shape that broadcasts to (images, W, H, N); None where that is all.
+    ``padding``: the rows that are padding (images, N), or why that cannot be told.
+    """
+
     keys: Tensor | None = None
     padding: Tensor | str | None = None
 
@@ -147,6 +155,7 @@ class AttentionWatch(TorchFunctionMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.see, self.images = see, images
         self.source: Source
+        self.rows = Rows()
         self._runs: list[_Run] = []  # the innermost block last
         self._seen: dict[int, int] = {}
         self.silent: dict[int, Block] = {}
@@ -235,7 +244,7 @@ class AttentionWatch(TorchFunctionMode):
             elif keys is not None and keys.ndim == 3:  # (images W or 1, H or 1, N or 1)
                 keys = keys.reshape(-1, windows if len(keys) > 1 else 1, *keys.shape[1:])
             of_these = padding[first:last] if isinstance(padding, Tensor) else padding
-            self.source = Source(maps.estimator, maps.dtype, order, keys, of_these)
+            self.source, self.rows = Source(maps.estimator, maps.dtype, order), Rows(keys, of_these)
             self.see(run.block, p)
 
 

@@ -76,9 +76,7 @@ def distance_from_uniform(p: Tensor, keys: Tensor | None = None) -> Tensor:
     if keys is None:
         return (p.double() - 1 / p.shape[-1]).abs().sum(-1) / 2
     share = 1 / keys.clamp(min=1).double()
-    hidden = (
-        p.shape[-1] - keys
-    ) * share  # the keys that a row may not see are 1 / keys away, and do not count
+    hidden = (p.shape[-1] - keys) * share  # of the keys that a row may not see, which do not count
     return ((p.double() - share[..., None]).abs().sum(-1) - hidden).clamp(min=0) / 2
 
 
@@ -123,7 +121,7 @@ class DensityProbe:
         attentions = self._seen[block.index]
         if source.order == len(attentions):
             attentions.append(_Density(source))
-        attentions[source.order].add(p, source.keys, source.padding)
+        attentions[source.order].add(p, *self._watch.rows)
 
     def records(self) -> list[Record]:
         return [record for block in self.found for record in self._records_of(block)]
@@ -204,7 +202,7 @@ class _Density:
 
 
 def _measured(p: Tensor, keys: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
-    """(measures, images, H): the means over windows and queries of (images, W, H, N, M), of those that count."""
+    """(measures, images, H): the means over windows and queries of (images, W, H, N, M) that count."""
     at_once = max(1, (_AT_ONCE_ON_CPU if p.device.type == "cpu" else _AT_ONCE) // p.shape[-1])
     parts = torch.split(p.flatten(0, -2), at_once)
     seen = [None] * len(parts) if keys is None else torch.split(keys.flatten(), at_once)

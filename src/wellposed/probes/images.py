@@ -38,6 +38,7 @@ __all__ = [
     "ImageBatches",
     "Transform",
     "expected_size",
+    "first_image",
     "first_images",
     "image_batches",
     "model_transform",
@@ -90,6 +91,12 @@ def first_images(images: object, model: nn.Module, count: int) -> Batch:
     """
     with uninterrupted(), preserved(model):  # a DataLoader draws random numbers
         return next(iter(image_batches(images, model, batch_size=count, limit=count)))
+
+
+def first_image(images: object, model: nn.Module) -> Batch:
+    """The first image as a batch of one; the first text without its padding."""
+    batch = first_images(images, model, 1)
+    return batch if isinstance(batch, Tensor) else batch.take(slice(0, 1)).unpadded()
 
 
 def _named_source(images: object, model: nn.Module) -> Source | None:

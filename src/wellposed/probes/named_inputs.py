@@ -61,9 +61,6 @@ class NamedInputs:
         name = next((name for name in CONTENTS if name in self.values), next(iter(self.values)))
         return int(self.values[name].shape[self.axis])
 
-    def run(self, model: nn.Module) -> Any:
-        return model(self.values) if self.whole else model(**self.values)
-
     def mapped(self, change: Any) -> "NamedInputs":
         """The same with each tensor changed."""
         values = {name: change(x) if isinstance(x, Tensor) else x for name, x in self.values.items()}
@@ -143,8 +140,8 @@ def _prepared(taken: dict[str, Any], names: list[str], axis: int = 0) -> NamedIn
     for name, x in taken.items():
         if isinstance(x, Tensor) and name in CONTENTS and x.ndim < 2:
             raise ValueError(
-                f"expected a batch, got {name} of shape {tuple(x.shape)}; {name}[None] is a batch of one, and "
-                "a DataLoader makes batches of a Dataset."
+                f"expected a batch, got {name} of shape {tuple(x.shape)}; {name}[None] is a batch of one, "
+                "and a DataLoader makes batches of a Dataset."
             )
     # A cache of keys and values would carry one call over to the next.
     cache = {"use_cache": False} if "use_cache" in names else {}
@@ -194,7 +191,8 @@ class NamedBatches:
             named = as_named(item, self._model)
             if named is None:
                 raise TypeError(
-                    f"expected batches of named inputs as the first one, got a {type(item).__name__} of another kind."
+                    "expected batches of named inputs, as the first one, got a "
+                    f"{type(item).__name__} of another kind."
                 )
             size = self._batch_size if named.is_divisible else len(named)
             for first in range(0, len(named), max(size, 1)):
@@ -212,14 +210,19 @@ class NamedBatches:
             raise ValueError(f"expected at least one text or image, found none in {self._source.what}.")
 
 
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with for a batch of either kind."""
+    if not isinstance(batch, NamedInputs):
+        return (batch,), {}
+    return ((batch.values,), {}) if batch.whole else ((), batch.values)
+
+
 def example_of(batch: Any) -> Any:
     """A batch of either kind as an example for :func:`wellposed.anatomy.blocks`."""
-    if not isinstance(batch, NamedInputs):
-        return batch
-    args, kwargs = ((batch.values,), {}) if batch.whole else ((), batch.values)
-    return Example(args, kwargs, len(batch))
+    return Example(*arguments(batch), len(batch)) if isinstance(batch, NamedInputs) else batch
 
 
 def run(model: nn.Module, batch: Any) -> Any:
     """Call a model on a batch of either kind."""
-    return batch.run(model) if isinstance(batch, NamedInputs) else model(batch)
+    args, kwargs = arguments(batch)
+    return model(*args, **kwargs)
