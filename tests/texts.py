@@ -93,9 +93,11 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
     model = make().double().eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=0.2, generator=generator)
+            elif name.endswith("gamma"):
+                parameter.fill_(1.0)
     return model
 
 
@@ -104,7 +106,7 @@ def texts(lengths: tuple[int, ...], width: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.zeros(len(lengths), width, dtype=torch.int64)
     for row, length in enumerate(lengths):
-        ids[row, :length] = torch.randint(3, 50, (length,), generator=generator)
+        ids[row, :length] = torch.randperm(47, generator=generator)[:length] + 3
     return {"input_ids": ids, "attention_mask": (torch.arange(width) < torch.tensor(lengths)[:, None]).long()}
 
 

@@ -58,7 +58,7 @@ class MaskReader(NamedTuple):
             return True
         for name, mask in self._masks(args, kwargs):
             if mask.shape[-2:] == (tokens, tokens) and _has_queries(name, mask):
-                return hides_later(_hidden(mask, name, of_torch=self.of_torch))
+                return hides_later(hides(mask, name, of_torch=self.of_torch))
         return False
 
     def _masks(self, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -86,7 +86,7 @@ def hidden_keys(mask: Tensor, name: str, texts: int, tokens: int, *, of_torch: b
     """(texts, tokens), True where a mask hides a token from all; None for a mask of other tokens."""
     if mask.ndim < 2 or mask.shape[-1] != tokens:
         return None
-    hidden = _hidden(mask, name, of_torch=of_torch)
+    hidden = hides(mask, name, of_torch=of_torch)
     if _has_queries(name, mask):
         hidden = hidden.all(-2)
     if hidden.ndim == 3:  # the heads
@@ -154,7 +154,8 @@ def far_below(scores: Tensor) -> Tensor:
     return scores <= torch.finfo(scores.dtype).min / 2
 
 
-def _hidden(mask: Tensor, name: str, *, of_torch: bool) -> Tensor:
+def hides(mask: Tensor, name: str, *, of_torch: bool = False) -> Tensor:
+    """True where a mask hides, in its own shape."""
     if mask.dtype == torch.bool:
         return mask if of_torch or name.endswith(_PADDING) else ~mask
     if not mask.is_floating_point():

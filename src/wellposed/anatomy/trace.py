@@ -111,7 +111,7 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
 
 @contextlib.contextmanager
 def without_fast_path() -> Iterator[None]:
-    """Inside, attention of torch.nn runs as it is written, and no batch with padding becomes a nested tensor."""
+    """Inside, torch.nn runs its attention as it is written, and makes no nested tensor of padded texts."""
     was = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

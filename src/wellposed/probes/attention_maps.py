@@ -31,10 +31,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from wellposed.anatomy.layout import to_tokens
+from wellposed.anatomy.masks import far_below, hidden_by
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.model import no_attention as no_attention
 from wellposed.linalg.precision import full_float32, without_autocast
-from wellposed.probes.observe import layout_of, removing, stream_of
+from wellposed.probes.observe import is_repeated, layout_of, padding_of, removing, stream_of
 
 See = Callable[[Block, Tensor], None]
 """Gets a block and attention probabilities (images, W, H, N, M), in at least float32."""
@@ -125,6 +126,17 @@ class Source(NamedTuple):
     order: int
 
 
+class Rows(NamedTuple):
+    """What the rows of the probabilities that ``see`` is looking at may see.
+
+    ``keys``: how many keys each, in a shape that broadcasts to (images, W, H, N); None where that is all.
+    ``padding``: the rows that are padding (images, N), or why that cannot be told.
+    """
+
+    keys: Tensor | None = None
+    padding: Tensor | str | None = None
+
+
 @dataclass
 class _Run:
     """One forward pass of a block."""
@@ -143,13 +155,14 @@ class AttentionWatch(TorchFunctionMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.see, self.images = see, images
         self.source: Source
+        self.rows = Rows()
         self._runs: list[_Run] = []  # the innermost block last
         self._seen: dict[int, int] = {}
         self.silent: dict[int, Block] = {}
 
     def enter(self, block: Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = to_tokens(stream_of(block, args, kwargs), layout_of(block)).shape[0]
-        sampled = min(batch, self.images - self._seen.get(block.index, 0))
+        sampled = 0 if is_repeated(block) else min(batch, self.images - self._seen.get(block.index, 0))
         # Once is enough where a block holds another one.
         switch_on = sampled > 0 and not any(run.switched_on for run in self._runs)
         if switch_on:
@@ -214,8 +227,8 @@ class AttentionWatch(TorchFunctionMode):
                 f"B = {run.batch} images in {run.block.name} ({type(run.block.module).__name__}), "
                 f"got {tuple(maps.shape)}; give the heads an axis of their own."
             )
-        self.source = Source(maps.estimator, maps.dtype, run.shown)
-        run.shown += 1
+        order, run.shown = run.shown, run.shown + 1
+        padding = padding_of(run.block, _rows_of(maps.shape, run.batch))
         bytes_of_image = math.prod(maps.shape) // run.batch * max(maps.dtype.itemsize, 4)
         at_once = max(1, LARGEST_MAP // max(bytes_of_image, 1))
         for first in range(0, run.sampled, at_once):
@@ -225,7 +238,19 @@ class AttentionWatch(TorchFunctionMode):
                 p = p[:, None, None]
             elif axes == 4:
                 p = p.reshape(last - first, windows, *p.shape[1:])
+            keys = maps.keys(slice(first * windows, last * windows)) if maps.keys is not None else None
+            if keys is not None and axes == 3 and keys.ndim == 2:
+                keys = keys[:, None, None]
+            elif keys is not None and keys.ndim == 3:  # (images W or 1, H or 1, N or 1)
+                keys = keys.reshape(-1, windows if len(keys) > 1 else 1, *keys.shape[1:])
+            of_these = padding[first:last] if isinstance(padding, Tensor) else padding
+            self.source, self.rows = Source(maps.estimator, maps.dtype, order), Rows(keys, of_these)
             self.see(run.block, p)
+
+
+def _rows_of(shape: tuple[int, ...], batch: int) -> Tensor:
+    """Something with as many images and rows as the attention: (B, N, 0)."""
+    return torch.empty(batch, shape[-2], 0)
 
 
 class _Maps(NamedTuple):
@@ -235,6 +260,22 @@ class _Maps(NamedTuple):
     rows: Callable[[slice], Tensor]
     estimator: str
     dtype: torch.dtype
+    keys: Callable[[slice], Tensor] | None = None
+
+
+def _counted(hidden: Tensor | None, of_keys: int) -> Callable[[slice], Tensor] | None:
+    """From what attention hides, (..., N, M) or less, to how many keys a row sees."""
+    if hidden is None:
+        return None
+
+    def keys(chosen: slice) -> Tensor:
+        some = hidden if hidden.ndim < 4 or hidden.shape[0] == 1 else hidden[chosen]
+        seen = of_keys - some.sum(-1) * (of_keys // some.shape[-1])
+        while seen.ndim < 3:
+            seen = seen[None]
+        return seen
+
+    return keys
 
 
 def _read_fused(
@@ -257,17 +298,25 @@ def _read_fused(
         assert k is not None
         return attention_probabilities(q, k, mask, is_causal, scale, enable_gqa)
 
-    return _Maps((*out.shape[:-1], key.shape[-2]), rows, FROM_QK, _model_dtype(query))
+    hidden = hidden_by(
+        "scaled_dot_product_attention", (query, key, value, attn_mask, dropout_p, is_causal), {}
+    )
+    seen = _counted(hidden, key.shape[-2]) if out.ndim == 4 else None
+    return _Maps((*out.shape[:-1], key.shape[-2]), rows, FROM_QK, _model_dtype(query), seen)
 
 
 def _read_softmax(out: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> _Maps | None:
     if out.ndim < 3 or dim not in (-1, out.ndim - 1):
         return None
     dtype = _model_dtype(input)
+
+    def keys(chosen: slice) -> Tensor:
+        return (~far_below(input[chosen])).sum(-1)
+
     if out.dtype in (torch.float32, torch.float64):
-        return _Maps(out.shape, lambda chosen: out[chosen].detach(), FROM_SOFTMAX, dtype)
+        return _Maps(out.shape, lambda chosen: out[chosen].detach(), FROM_SOFTMAX, dtype, keys)
     in_float32 = partial(functional.softmax, dim=-1, dtype=torch.float32)
-    return _Maps(out.shape, lambda chosen: in_float32(input[chosen]), FROM_SCORES, dtype)
+    return _Maps(out.shape, lambda chosen: in_float32(input[chosen]), FROM_SCORES, dtype, keys)
 
 
 def _read_multi_head(out: tuple[Tensor, Tensor | None], *args: Any, **kwargs: Any) -> _Maps:
@@ -291,7 +340,8 @@ def _read_multi_head(out: tuple[Tensor, Tensor | None], *args: Any, **kwargs: An
         return weights
 
     shape = (query.shape[1], heads, query.shape[0], call["key"].shape[0])
-    return _Maps(shape, rows, FROM_WEIGHTS, _model_dtype(query))
+    seen = _counted(hidden_by("multi_head_attention_forward", args, kwargs), shape[-1])
+    return _Maps(shape, rows, FROM_WEIGHTS, _model_dtype(query), seen)
 
 
 _MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)

@@ -57,7 +57,7 @@ from wellposed.linalg.spectrum import ON_CPU, ConditionNumber, condition_number,
 from wellposed.probes.attention_maps import no_attention, watching_attention
 from wellposed.probes.conditioning import token_condition_number
 from wellposed.probes.images import first_images
-from wellposed.probes.observe import plain, watching_tokens
+from wellposed.probes.observe import padding_of, plain, watching_tokens
 from wellposed.probes.passes import forward_passes
 from wellposed.probes.projections import (
     AttentionProjections,
@@ -87,11 +87,19 @@ _CONVOLUTION = {
 _MEASURES = _ATTENTION | _FFN | _CONVOLUTION
 _WATCHED = {position for position, _ in _MEASURES.values()}
 
+_MASKED = "the propositions are of attention that sees all tokens, and here a mask hides some"
+_PADDED = "the tokens of its texts are not all their own; give texts of one length, without padding"
+
 _Layers = TypeVar("_Layers")
 
 
 def bounds(
-    model: nn.Module, images: object, *, images_limit: int = 4, blocks: BlockSelection = None
+    model: nn.Module,
+    images: object,
+    *,
+    images_limit: int = 4,
+    blocks: BlockSelection = None,
+    strict: bool = True,
 ) -> list[Record]:
     """Measured kappa beside its bound for the attention, MLP and depthwise convolution of each block.
 
@@ -102,17 +110,19 @@ def bounds(
         images: see :func:`wellposed.probes.images.image_batches`.
         images_limit: from how many images, the first ones.
         blocks: an index, a slice or several indices; None for all.
+        strict: whether it is an error that no block has anything to measure.
     """
     if images_limit < 1:
         raise ValueError(f"images_limit must be at least 1, got {images_limit}; a bound is for some tokens.")
     batch = first_images(images, plain(model), images_limit)
-    return forward_passes(model, [batch], lambda found: [BoundsProbe(select(found, blocks))])
+    return forward_passes(model, [batch], lambda found: [BoundsProbe(select(found, blocks), strict)])
 
 
 class BoundsProbe:
     """Sees the first forward pass, all its images; see the module for what it tells."""
 
-    def __init__(self, found: list[Block]) -> None:
+    def __init__(self, found: list[Block], strict: bool = True) -> None:
+        self.strict = strict
         self._of = {block.index: _BlockBounds(block) for block in found}
 
     @contextlib.contextmanager
@@ -127,6 +137,8 @@ class BoundsProbe:
             yield
 
     def _see_tokens(self, block: Block, position: str, tokens: Tensor) -> None:
+        if padding_of(block, tokens) is not None:
+            self._of[block.index].is_padded = True
         if position in _WATCHED:
             self._of[block.index].see_position(position, tokens)
 
@@ -135,6 +147,9 @@ class BoundsProbe:
         self._of[block.index].inputs.setdefault(kind, tokens)
 
     def _see_attention(self, block: Block, p: Tensor) -> None:
+        keys = self._watch.rows.keys
+        if keys is not None and bool((keys < p.shape[-1]).any()):
+            self._of[block.index].is_masked = True
         if self._watch.source.order == 0:
             self._of[block.index].see_attention(p)
 
@@ -143,7 +158,8 @@ class BoundsProbe:
         for one in self._of.values():
             with without_autocast(next(iter(one.inputs.values()), torch.empty(0))):
                 records += one.records()
-        if not any(record.value is not None for record in records):
+        is_padded = any(one.is_padded or one.is_masked for one in self._of.values())
+        if self.strict and not is_padded and not any(record.value is not None for record in records):
             reasons = dict.fromkeys(f"{record.module}: {record.note}" for record in records)
             names = ", ".join(one.block.name for one in self._of.values())
             raise ValueError(
@@ -162,6 +178,8 @@ class _BlockBounds:
     inputs: dict[str, Tensor] = field(default_factory=dict)  # (B W, N, D)
     heads: list[ConditionNumber] = field(default_factory=list)  # (images, W, H) each
     positions: dict[str, tuple[ConditionNumber, str, str]] = field(default_factory=dict)
+    is_padded: bool = False
+    is_masked: bool = False
 
     def __post_init__(self) -> None:
         block, roles = self.block, self.block.row.roles
@@ -210,7 +228,11 @@ class _BlockBounds:
         ):
             if layers is None:
                 continue
-            if reason := layers if isinstance(layers, str) else self._unseen(measures):
+            if self.is_padded:
+                yield from (self._missing(measure, _PADDED) for measure in measures)
+            elif measures is _ATTENTION and self.is_masked:
+                yield from (self._missing(measure, _MASKED) for measure in measures)
+            elif reason := layers if isinstance(layers, str) else self._unseen(measures):
                 yield from (self._missing(measure, reason) for measure in measures)
             else:
                 yield from make()

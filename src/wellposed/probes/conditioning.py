@@ -10,7 +10,7 @@ The token matrix of an image is N tokens x D channels, prefix tokens included, a
 """
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from wellposed.linalg import (
 )
 from wellposed.linalg.spectrum import estimator, tolerance
 from wellposed.probes.images import image_batches
-from wellposed.probes.observe import watching_tokens
+from wellposed.probes.observe import padding_of, watching_tokens
 from wellposed.probes.passes import forward_passes
 from wellposed.probes.summary import Sample, summarize
 from wellposed.records import Record, dtype_name
@@ -51,6 +51,8 @@ class _Measurement:
 
     tokens: Tensor | None  # until measured
     spectra: int
+    images: list[int]  # which of the batch
+    size: tuple[int, int]
     kappa: Tensor = field(default_factory=lambda: torch.empty(0))
     at_least: Tensor = field(default_factory=lambda: torch.empty(0))
     values: Tensor | None = None
@@ -60,11 +62,15 @@ class _Measurement:
 class _Seen:
     """All batches at one position."""
 
-    shape: tuple[int, int]
     dtype: str
     estimator: str
     tolerance: float
     batches: list[_Measurement] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)  # of the images, in that of the measurements
+    skipped: int = 0  # texts of one token or none
+    images: int = 0
+    padded: bool = False
+    unknown: str = ""
 
 
 class _Recent(NamedTuple):
@@ -72,12 +78,14 @@ class _Recent(NamedTuple):
 
     tokens: Tensor  # kept alive: its address is the key
     version: int
-    measurement: _Measurement
+    padding: Tensor | None
+    measurements: list[_Measurement]
 
-    def is_same(self, tokens: Tensor) -> bool:
+    def is_same(self, tokens: Tensor, padding: Tensor | None) -> bool:
         known = self.tokens
         return (
-            known.data_ptr() == tokens.data_ptr()
+            self.padding is padding
+            and known.data_ptr() == tokens.data_ptr()
             and known.shape == tokens.shape
             and known.stride() == tokens.stride()
             and known.dtype == tokens.dtype
@@ -118,29 +126,41 @@ class ConditioningProbe:
             return
         if (block.index, position) not in self.seen:
             self.seen[block.index, position] = _Seen(
-                shape=(tokens.shape[-2], tokens.shape[-1]),
                 dtype=dtype_name(tokens.dtype),
                 estimator=estimator(tokens),
                 tolerance=tolerance(tokens),
             )
         seen = self.seen[block.index, position]
+        padding = padding_of(block, tokens)
+        first, seen.images = seen.images, seen.images + len(tokens)
+        if isinstance(padding, str):
+            seen.unknown = padding
+            return
         done = sum(batch.spectra for batch in seen.batches)
-        seen.batches.append(self._measurement(tokens, done))
+        for one in self._measurements(tokens, padding, done):
+            seen.batches.append(one)
+            seen.order += [first + image for image in one.images]
+        seen.padded |= padding is not None
+        seen.skipped = seen.images - len(seen.order)
 
-    def _measurement(self, tokens: Tensor, done: int) -> _Measurement:
+    def _measurements(self, tokens: Tensor, padding: Tensor | None, done: int) -> list[_Measurement]:
         for recent in self._recent:
-            if recent.is_same(tokens):
-                return recent.measurement
+            if recent.is_same(tokens, padding):
+                return recent.measurements
         wanted = GPU_SPECTRA if self.spectra is None and tokens.is_cuda else self.spectra
-        spectra = len(tokens) if wanted is None else min(max(wanted - done, 0), len(tokens))
-        # What waits is copied: the model may go on to change it in place.
-        measurement = _Measurement(tokens.clone() if _waits(tokens) else tokens, spectra)
-        self._recent = [*self._recent[-3:], _Recent(tokens, tokens._version, measurement)]
-        self._pending.append(measurement)
+        found: list[_Measurement] = []
+        for images, group in _of_equal_length(tokens, padding):
+            spectra = len(group) if wanted is None else min(max(wanted - done, 0), len(group))
+            done += spectra
+            # What waits is copied: the model may go on to change it in place.
+            copied = group.clone() if _waits(tokens) and padding is None else group
+            found.append(_Measurement(copied, spectra, images, (group.shape[-2], group.shape[-1])))
+        self._recent = [*self._recent[-3:], _Recent(tokens, tokens._version, padding, found)]
+        self._pending += found
         self._waiting += len(tokens)
         if not _waits(tokens) or self._waiting >= _AT_ONCE:
             self._measure_pending()
-        return measurement
+        return found
 
     def _measure_pending(self) -> None:
         groups: dict[tuple[Any, ...], list[_Measurement]] = {}
@@ -164,6 +184,19 @@ def token_condition_number(tokens: Tensor, singular_values: Tensor | None = None
     """Kappa (B,) of the tokens (B, N, D) of a model, a lower bound where only their rounding decides it."""
     roundings = ROUNDINGS.get(tokens.dtype, 8.0)
     return condition_number(tokens, singular_values=singular_values, roundings=roundings)
+
+
+def _of_equal_length(tokens: Tensor, padding: Tensor | None) -> list[tuple[list[int], Tensor]]:
+    """The texts without their padding, those of equal length together, with their numbers in the batch."""
+    if padding is None:
+        return [(list(range(len(tokens))), tokens)]
+    lengths = (~padding).sum(1)
+    groups = []
+    for length in sorted(set(lengths.tolist()) - {0, 1}):
+        alike = lengths == length
+        own = tokens[~padding & alike[:, None]].reshape(-1, length, tokens.shape[-1])
+        groups.append((alike.nonzero()[:, 0].tolist(), own))
+    return groups
 
 
 def _waits(tokens: Tensor) -> bool:
@@ -200,16 +233,24 @@ def _records(block: Block, position: str, seen: _Seen) -> list[Record]:
         "position": position,
         "dtype": seen.dtype,
     }
-    kappa = torch.cat([batch.kappa for batch in seen.batches]).cpu()
-    if min(seen.shape) == 1:
-        note = "one token: its condition number is 1 whatever the model"
+    sizes = [batch.size for batch in seen.batches]
+    reason = seen.unknown
+    if not reason and all(min(size) == 1 for size in sizes):
+        reason = "one token: its condition number is 1 whatever the model"
+    if reason:
         return [
-            Record(measure="kappa", value=None, images=len(kappa), status="not measured", note=note, **where)
+            Record(
+                measure="kappa", value=None, images=seen.images, status="not measured", note=reason, **where
+            )
         ]
+    order = torch.tensor(seen.order).argsort()
+    kappa = torch.cat([batch.kappa.cpu() for batch in seen.batches])[order]
     where |= {"estimator": seen.estimator, "tolerance": seen.tolerance}
-    at_least = torch.cat([batch.at_least for batch in seen.batches]).cpu()
+    at_least = torch.cat([batch.at_least.cpu() for batch in seen.batches])[order]
     sample = Sample(kappa, at_least)
-    size = f"{seen.shape[0]} tokens x {seen.shape[1]} channels"
+    size = f"{_range(n for n, _ in sizes)} tokens x {_range(d for _, d in sizes)} channels"
+    size += ", without padding" if seen.padded else ""
+    size += f"; {seen.skipped} texts of one token or none are skipped" if seen.skipped else ""
     finite = int(kappa.isfinite().sum())
     # Where no image has a kappa, none of them can be called deficient or not.
     share = int(at_least.sum()) / finite if finite else None
@@ -226,9 +267,16 @@ def _records(block: Block, position: str, seen: _Seen) -> list[Record]:
     ]
     spectra = [batch.values for batch in seen.batches if batch.values is not None and len(batch.values)]
     if spectra:
+        parts = [batch for batch in seen.batches if batch.values is not None and len(batch.values)]
+        told = torch.tensor(_numbers(seen)).argsort()
+        for measure, of in (("effective rank", effective_rank), ("stable rank", stable_rank)):
+            ranks = torch.cat([of(one.values.cpu()) for one in parts if one.values is not None])
+            out.append(summarize(measure, Sample(ranks[told]), **where))
+        if len({values.shape[-1] for values in spectra}) > 1:
+            note = "the texts have different numbers of tokens, and their spectra no mean"
+            out.append(Record(measure="spectrum", value=None, status="not measured", note=note, **where))
+            return out
         values = torch.cat(spectra).cpu()
-        out.append(summarize("effective rank", Sample(effective_rank(values)), **where))
-        out.append(summarize("stable rank", Sample(stable_rank(values)), **where))
         relative = values / values[:, :1]
         good = relative[relative.isfinite().all(-1)]
         if len(good):
@@ -238,6 +286,20 @@ def _records(block: Block, position: str, seen: _Seen) -> list[Record]:
                 Record(measure="spectrum", value=None, curve=mean, images=len(good), note=note, **where)
             )
     return out
+
+
+def _numbers(seen: _Seen) -> list[int]:
+    """Of the images whose spectrum is known, in the order of the measurements."""
+    numbers, start = [], 0
+    for batch in seen.batches:
+        numbers += seen.order[start : start + (0 if batch.values is None else len(batch.values))]
+        start += len(batch.images)
+    return numbers
+
+
+def _range(values: Iterable[int]) -> str:
+    found = set(values)
+    return "-".join(str(value) for value in sorted({min(found), max(found)}))
 
 
 def conditioning(

@@ -40,16 +40,21 @@ Measured for single rows with scores up to 250; means over rows are far closer.
 _AT_ONCE_ON_CPU, _AT_ONCE = 2**17, 2**24
 
 
-def row_entropy(p: Tensor) -> Tensor:
-    """-sum_j p_j log p_j / log M of each row of (..., M): 0 for one key, 1 for all alike. NaN for M = 1."""
-    keys = p.shape[-1]
-    if keys == 1:
+def row_entropy(p: Tensor, keys: Tensor | None = None) -> Tensor:
+    """-sum_j p_j log p_j / log M of each row of (..., M): 0 for one key, 1 for all alike. NaN for M = 1.
+
+    Args:
+        keys: how many keys each row may see, in place of M.
+    """
+    if keys is None and p.shape[-1] == 1:
         return torch.full_like(p[..., 0], math.nan, dtype=torch.float64)
     entropy: Tensor = torch.special.entr(p.double()).sum(-1)
-    return entropy / math.log(keys)
+    if keys is None:
+        return entropy / math.log(p.shape[-1])
+    return torch.where(keys > 1, entropy / keys.clamp(min=2).double().log(), math.nan)
 
 
-def jacobian_frobenius(p: Tensor) -> Tensor:
+def jacobian_frobenius(p: Tensor, keys: Tensor | None = None) -> Tensor:
     """|diag(p) - p p^T|_F = sqrt(|p|^2 - 2 sum_j p_j^3 + |p|^4) of each row of (..., M)."""
     p = p.double()
     squares = p.square()
@@ -60,18 +65,22 @@ def jacobian_frobenius(p: Tensor) -> Tensor:
     return (diagonal + rest.clamp(min=0)).sqrt()
 
 
-def jacobian_trace(p: Tensor) -> Tensor:
+def jacobian_trace(p: Tensor, keys: Tensor | None = None) -> Tensor:
     """tr(diag(p) - p p^T) = sum_j p_j (1 - p_j) of each row: the nuclear norm, as the matrix is positive."""
     p = p.double()
     return (p * (1 - p)).sum(-1)
 
 
-def distance_from_uniform(p: Tensor) -> Tensor:
+def distance_from_uniform(p: Tensor, keys: Tensor | None = None) -> Tensor:
     """Total variation sum_j |p_j - 1/M| / 2 of each row: 0 for uniform, 1 - 1/M for a single key."""
-    return (p.double() - 1 / p.shape[-1]).abs().sum(-1) / 2
+    if keys is None:
+        return (p.double() - 1 / p.shape[-1]).abs().sum(-1) / 2
+    share = 1 / keys.clamp(min=1).double()
+    hidden = (p.shape[-1] - keys) * share  # of the keys that a row may not see, which do not count
+    return ((p.double() - share[..., None]).abs().sum(-1) - hidden).clamp(min=0) / 2
 
 
-MEASURES: dict[str, Callable[[Tensor], Tensor]] = {
+MEASURES: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
     "entropy": row_entropy,
     "softmax jacobian frobenius": jacobian_frobenius,
     "softmax jacobian trace": jacobian_trace,
@@ -112,7 +121,7 @@ class DensityProbe:
         attentions = self._seen[block.index]
         if source.order == len(attentions):
             attentions.append(_Density(source))
-        attentions[source.order].add(p)
+        attentions[source.order].add(p, *self._watch.rows)
 
     def records(self) -> list[Record]:
         return [record for block in self.found for record in self._records_of(block)]
@@ -139,22 +148,44 @@ class _Density:
     parts: list[Tensor] = field(default_factory=list)  # (measures, images, H) each
     windows: set[int] = field(default_factory=set)
     keys: set[int] = field(default_factory=set)
+    skips_rows: bool = False
+    is_padded: bool = False
+    unknown: str = ""
 
-    def add(self, p: Tensor) -> None:
-        """Measure probabilities (images, W, H, N, M)."""
-        self.parts.append(_measured(p))
+    def add(self, p: Tensor, keys: Tensor | None, padding: Tensor | str | None) -> None:
+        """Measure probabilities (images, W, H, N, M) of rows that may see so many keys."""
+        if isinstance(padding, str):
+            self.unknown, padding = padding, None
+        if keys is not None:
+            keys = keys.expand(p.shape[:-1])
+            keys = None if bool((keys == p.shape[-1]).all()) else keys
+        counts = torch.ones_like(p[..., 0], dtype=torch.bool)
+        if padding is not None:
+            counts = counts & ~padding[:, None, None, :]
+            self.is_padded = True
+        if keys is not None:
+            sees_one = keys < 2
+            self.skips_rows |= bool((sees_one & counts).any())
+            counts = counts & ~sees_one
+            self.keys |= set(keys[counts].unique().tolist())
+        else:
+            self.keys.add(p.shape[-1])
+        self.parts.append(_measured(p, keys, None if bool(counts.all()) else counts))
         self.windows.add(p.shape[1])
-        self.keys.add(p.shape[-1])
 
     def records(self, **where: Any) -> Iterator[Record]:
         values = torch.cat(self.parts, dim=1).cpu()
-        if self.keys == {1}:
-            reason = "one key: its weight is 1 whatever the query is"
+        if self.unknown or not self.keys - {1}:
+            reason = self.unknown or "one key: its weight is 1 whatever the query is"
             yield _not_measured(reason, images=values.shape[1], **where)
             return
         where["note"] = f"{_range(self.keys)} keys"
         if self.windows != {1}:
             where["note"] += f", {_range(self.windows)} windows"
+        if self.is_padded:
+            where["note"] += ", without padding"
+        if self.skips_rows:
+            where["note"] += "; rows that see one key are skipped"
         where |= {"estimator": self.source.estimator, "dtype": dtype_name(self.source.dtype)}
         for measure, of_heads in zip(MEASURES, values, strict=True):
             yield self._record(measure, of_heads.mean(-1), **where)
@@ -170,12 +201,19 @@ class _Density:
         return record
 
 
-def _measured(p: Tensor) -> Tensor:
-    """(measures, images, H): the means over windows and queries of (images, W, H, N, M)."""
-    at_once = _AT_ONCE_ON_CPU if p.device.type == "cpu" else _AT_ONCE
-    parts = torch.split(p.flatten(0, -2), max(1, at_once // p.shape[-1]))
-    measured = [torch.stack([measure(rows) for measure in MEASURES.values()]) for rows in parts]
-    return torch.cat(measured, dim=-1).reshape(len(MEASURES), *p.shape[:-1]).mean(dim=(2, 4))
+def _measured(p: Tensor, keys: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
+    """(measures, images, H): the means over windows and queries of (images, W, H, N, M) that count."""
+    at_once = max(1, (_AT_ONCE_ON_CPU if p.device.type == "cpu" else _AT_ONCE) // p.shape[-1])
+    parts = torch.split(p.flatten(0, -2), at_once)
+    seen = [None] * len(parts) if keys is None else torch.split(keys.flatten(), at_once)
+    measured = [
+        torch.stack([measure(rows, few) for measure in MEASURES.values()])
+        for rows, few in zip(parts, seen, strict=True)
+    ]
+    rows = torch.cat(measured, dim=-1).reshape(len(MEASURES), *p.shape[:-1])
+    if counts is None:
+        return rows.mean(dim=(2, 4))
+    return torch.where(counts, rows, 0).sum(dim=(2, 4)) / counts.sum(dim=(1, 3))
 
 
 def _range(values: set[int]) -> str:

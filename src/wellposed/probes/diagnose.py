@@ -19,6 +19,7 @@ from wellposed.probes.density import DensityProbe
 from wellposed.probes.diagnosis import Diagnosis
 from wellposed.probes.images import image_batches
 from wellposed.probes.jacobian import jacobian_spectrum
+from wellposed.probes.named_inputs import example_of
 from wellposed.probes.ntk import ntk_spectrum
 from wellposed.probes.observe import plain
 from wellposed.probes.passes import Probe, forward_passes
@@ -51,7 +52,9 @@ def diagnose(
     Args:
         model: any model of a known family, edited or not, compiled or wrapped in DDP or not, on any
             device. It is run in evaluation mode, inside autocast if the caller is.
-        images: a tensor (B, C, H, W); a folder; paths or PIL images; a DataLoader.
+        images: a tensor (B, C, H, W); a folder; paths or PIL images; a DataLoader. For texts, sounds or
+            several inputs: a dict of what the model takes (``input_ids``, ``attention_mask``, ...), a tensor
+            of token ids, or a DataLoader of these. Padding does not count.
         what: ``"conditioning"``: kappa, ranks and spectrum of the tokens at each position of each block;
             ``"density"``: how near attention is to uniform; ``"bounds"``: kappa beside what the paper's
             propositions say, on 4 images; ``"jacobian"``: extreme singular values of the attention and
@@ -76,7 +79,8 @@ def diagnose(
     inner = plain(model)
     batches = image_batches(images, inner, batch_size=batch_size, limit=max_images, transform=transform)
     if not is_settled(inner):
-        all_blocks(inner, example=next(iter(batches)))
+        first = next(iter(batches))
+        all_blocks(inner, example=example_of(first))
     found = _blocks(inner, blocks)
     notes: list[str] = []
     asks_for_density = what not in (None, "all")
@@ -98,7 +102,7 @@ def diagnose(
             records += forward_passes(model, bar.over(batches, "forward passes"), probes)
         if "bounds" in chosen:
             bar.say("bounds")
-            records += measure_bounds(model, batches, blocks=blocks)
+            records += measure_bounds(model, batches, blocks=blocks, strict=chosen == ("bounds",))
         if "jacobian" in chosen:
             if blocks is None:
                 notes.append(f"The Jacobians are of block {found[0].index} alone; blocks= names others.")

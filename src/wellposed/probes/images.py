@@ -11,7 +11,7 @@ expects (:func:`model_transform`); tensors go in as they are.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from PIL import Image
@@ -29,6 +29,7 @@ from wellposed.probes.model_input import (
     is_of,
     model_transform,
 )
+from wellposed.probes.named_inputs import NamedBatches, NamedInputs, as_named
 from wellposed.probes.observe import plain, preserved
 
 __all__ = [
@@ -37,10 +38,13 @@ __all__ = [
     "ImageBatches",
     "Transform",
     "expected_size",
+    "first_image",
     "first_images",
     "image_batches",
     "model_transform",
 ]
+
+Batch = Tensor | NamedInputs
 
 DEFAULT_LIMIT = 32
 """How many images are taken from a folder, a DataLoader or another iterable unless the caller says."""
@@ -53,14 +57,16 @@ def image_batches(
     batch_size: int = 16,
     limit: int | None = None,
     transform: Transform | None = None,
-) -> "ImageBatches":
-    """The images as batches; see :class:`ImageBatches`.
+) -> "ImageBatches | NamedBatches":
+    """The images as batches; see :class:`ImageBatches`, for other inputs :class:`NamedBatches`.
 
     Args:
         images: a float tensor (B, C, H, W), or the tokens that a model without a patch embedding takes; the
             path of an image or of a folder; a list of paths, PIL images or tensors (C, H, W); a DataLoader, a
             Dataset, or any iterable of images or batches. Of a tuple the first element counts, of a dict the
-            first of :data:`KEYS`. What an iterator has given is kept, to start over.
+            first of :data:`KEYS`. What an iterator has given is kept, to start over. For a model of texts,
+            of sounds or of several inputs: a dict of its arguments (token ids with their mask), a tensor of
+            token ids, or a DataLoader of these.
         model: batches come on the device and in the dtype of its first floating parameter.
         batch_size: images in a batch; larger batches are split.
         limit: images in all. None is all of a tensor or a list, :data:`DEFAULT_LIMIT` of anything else.
@@ -69,14 +75,43 @@ def image_batches(
     for name, value in (("batch_size", batch_size), ("limit", limit)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}.")
+    if isinstance(images, NamedBatches):
+        return images.again(batch_size, limit)
+    if isinstance(images, NamedInputs):
+        images = images.values
+    if (source := _named_source(images, plain(model))) is not None:
+        return NamedBatches(source, plain(model), batch_size, limit, DEFAULT_LIMIT)
     return ImageBatches(images, model, batch_size, limit, transform)
 
 
-def first_images(images: object, model: nn.Module, count: int) -> Tensor:
-    """The first ``count`` images, or all if there are fewer, as one batch."""
+def first_images(images: object, model: nn.Module, count: int) -> Batch:
+    """The first ``count`` images, or all if there are fewer, as one batch.
+
+    Of named inputs those of the first batch, if it has fewer.
+    """
     with uninterrupted(), preserved(model):  # a DataLoader draws random numbers
-        (batch,) = image_batches(images, model, batch_size=count, limit=count)
-    return batch
+        return next(iter(image_batches(images, model, batch_size=count, limit=count)))
+
+
+def first_image(images: object, model: nn.Module) -> Batch:
+    """The first image as a batch of one; the first text without its padding."""
+    batch = first_images(images, model, 1)
+    return batch if isinstance(batch, Tensor) else batch.take(slice(0, 1)).unpadded()
+
+
+def _named_source(images: object, model: nn.Module) -> Source | None:
+    """The source if it is of named inputs."""
+    if isinstance(images, (Tensor, Mapping)):
+        return source_of(images) if as_named(images, model) is not None else None
+    if isinstance(images, (ImageBatches, str, os.PathLike)) or not isinstance(images, Iterable):
+        return None
+    if isinstance(images, (list, tuple)):
+        is_named = bool(images) and isinstance(images[0], Mapping) and as_named(images[0], model) is not None
+        return source_of(images) if is_named else None
+    source = source_of(images)
+    with uninterrupted(), preserved(model):
+        first = next(iter(source.items), None)
+    return source if isinstance(first, Mapping) and as_named(first, model) is not None else None
 
 
 class ImageBatches:

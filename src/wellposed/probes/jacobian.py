@@ -37,7 +37,7 @@ from wellposed.linalg.lanczos import (
 )
 from wellposed.linalg.precision import full_float32, without_autocast
 from wellposed.nn.functional import Method as GrayMethod
-from wellposed.probes.images import first_images
+from wellposed.probes.images import first_image
 from wellposed.probes.jacobian_result import JacobianSpectrum, Method
 from wellposed.probes.observe import plain
 from wellposed.probes.subblock import SubBlock, sub_block
@@ -98,7 +98,7 @@ def jacobian_spectrum(
         if on_step is not None:
             on_step(done, most)
 
-    image = first_images(images, model, 1)
+    image = first_image(images, model)
     cut = sub_block(model, image, block, part, skip=skip, dtype=dtype, widen=True)
     size = cut.input.numel()
     is_dense = method == "dense" or (method == "auto" and size <= dense_limit)
@@ -248,7 +248,7 @@ def graying_sweep(
             "eps must name at least one strength, got none; (1.0, 0.9, 0.7, 0.5) is the default."
         )
     model = plain(model)
-    image = first_images(images, model, 1)
+    image = first_image(images, model)
     spectra = {}
     for strength in eps:
         grayed = copy.deepcopy(model)

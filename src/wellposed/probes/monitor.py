@@ -16,7 +16,7 @@ from wellposed.anatomy.model import Block, BlockSelection, select
 from wellposed.probes.attention_maps import no_attention
 from wellposed.probes.conditioning import ConditioningProbe
 from wellposed.probes.density import DensityProbe
-from wellposed.probes.images import first_images
+from wellposed.probes.images import Batch, first_images
 from wellposed.probes.passes import Probe, forward_passes
 from wellposed.records import AT_LEAST, Record, named_text
 
@@ -34,7 +34,7 @@ class Monitor:
 
     Args:
         model: the model in training.
-        images: as for :func:`wellposed.diagnose`; the first ``max_images`` are kept.
+        images: as for :func:`wellposed.diagnose`, texts too; the first ``max_images`` are kept.
         every: steps between two measurements; step 0 is the first.
         blocks: an index, a slice, several indices, or None for all.
         max_images: in the fixed batch.
@@ -56,7 +56,7 @@ class Monitor:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         self.model, self.every, self.blocks = model, every, blocks
         self.attention_images = attention_images
-        self.images: Tensor = first_images(images, model, max_images)
+        self.images: Batch = first_images(images, model, max_images)
 
     def __call__(self, step: int) -> dict[str, float]:
         """The numbers if ``step`` is a multiple of ``every``, else an empty dict."""
@@ -71,10 +71,13 @@ class Monitor:
         """One of the numbers for people: ``"123"``, or ``"≥ 9.88e6"`` for a lower bound."""
         return named_text(numbers, key)
 
-    def _batch(self) -> Tensor:
+    def _batch(self) -> Batch:
         # The model may have moved since.
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        self.images = self.images.to(device)
+        if isinstance(self.images, Tensor):
+            self.images = self.images.to(device)
+        else:
+            self.images = self.images.mapped(lambda x: x.to(device))
         return self.images
 
     def _probes(self, found: list[Block]) -> list[Probe]:

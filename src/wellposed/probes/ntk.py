@@ -18,18 +18,19 @@ bounds the step of gradient descent, its condition number says how unevenly the 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 from accelerate.utils.modeling import convert_file_size_to_int
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from wellposed.errors import WrappedModelError
 from wellposed.interrupts import uninterrupted
-from wellposed.probes.images import image_batches
+from wellposed.probes.images import Batch, image_batches
 from wellposed.probes.model_input import image_axis
+from wellposed.probes.named_inputs import as_dtype
 from wellposed.probes.ntk_kernel import NTK, KernelSpectrum, kernel_spectrum
 from wellposed.probes.ntk_plan import plan_passes
 from wellposed.probes.ntk_rows import RowFunction, as_function, gram_matrices
@@ -82,19 +83,20 @@ def ntk(
         )
     axis = image_axis(model)
     with uninterrupted(), preserved(model), torch.inference_mode(False):  # a DataLoader draws random numbers
-        batch = torch.cat(list(image_batches(images, model, limit=max_images)), axis)
-    with uninterrupted(), as_function(model, batch):
-        members = parameter_groups(model, batch.narrow(axis, 0, 1), groups)
+        singles = _singles(image_batches(images, model, limit=max_images), axis)
+    device = next(model.parameters(), torch.empty(0)).device
+    with uninterrupted(), as_function(model, device):
+        members = parameter_groups(model, singles[0], groups)
         constants = {name: p.detach() for name, p in model.named_parameters()}
         # Copies: a model may write to its buffers in a forward pass.
         constants |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         if dtype is not None:
             constants = {name: x.to(dtype) if x.is_floating_point() else x for name, x in constants.items()}
-            batch = batch.to(dtype)
+            singles = [as_dtype(one, dtype) for one in singles]
         group_of = {name: group.name for group in members for name in group.parameters}
         dtypes = {constants[name].dtype for name in group_of}
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-        function = RowFunction(model, batch.movedim(axis, 0), axis, None, constants)
+        function = RowFunction(model, singles, None, constants)
         indices, text = _choose(outputs, function.count_outputs())
         if indices is not None:
             function = dataclasses.replace(function, outputs=indices)
@@ -104,7 +106,7 @@ def ntk(
             itemsize=widest.itemsize,
             limit=limit,
         )
-        kernels = gram_matrices(plan, function.for_each_row, group_of, dtype=widest, device=batch.device)
+        kernels = gram_matrices(plan, function.for_each_row, group_of, dtype=widest, device=device)
         kernel = sum(kernels.values(), start=torch.zeros_like(next(iter(kernels.values()))))
         coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         spectrum = kernel_spectrum(kernel, coarsest)
@@ -116,7 +118,7 @@ def ntk(
         at_least=spectrum.at_least,
         plan=plan,
         members=tuple(members),
-        images=batch.shape[axis],
+        images=len(singles),
         outputs=text,
         dtype=coarsest,
     )
@@ -142,6 +144,17 @@ def ntk_spectrum(
         max_images=max_images,
         dtype=dtype,
     ).records()
+
+
+def _singles(batches: Iterable[Batch], axis: int) -> list[Batch]:
+    """Each image as a batch of one, each text without its padding."""
+    singles: list[Batch] = []
+    for batch in batches:
+        if isinstance(batch, Tensor):
+            singles += batch.split(1, axis)
+        else:
+            singles += [batch.take(slice(i, i + 1)).unpadded() for i in range(len(batch))]
+    return singles
 
 
 def _bytes(limit: int | str) -> int:

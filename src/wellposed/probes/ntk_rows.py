@@ -10,7 +10,7 @@ What a model draws at random (the mask of a masked autoencoder) is the same for 
 import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from wellposed.interrupts import let_through
 from wellposed.linalg.precision import full_float32, without_autocast
+from wellposed.probes.images import Batch
+from wellposed.probes.named_inputs import arguments
 from wellposed.probes.ntk_plan import Pass, Plan
 from wellposed.probes.observe import eagerly, preserved
 
@@ -33,7 +35,7 @@ ForEachRow = Callable[[list[str], Keep], None]
 
 
 @contextlib.contextmanager
-def as_function(model: nn.Module, images: Tensor) -> Iterator[None]:
+def as_function(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Inside, the model is a plain function to differentiate, in evaluation mode; as it was afterwards.
 
     Float32 products have all their digits: no autocast, no TF32. Attention is plain products and a softmax.
@@ -45,7 +47,7 @@ def as_function(model: nn.Module, images: Tensor) -> Iterator[None]:
         preserved(model),
         eagerly(),
         torch.inference_mode(False),
-        without_autocast(images),
+        without_autocast(torch.empty(0, device=device)),
         full_float32(),
         sdpa_kernel(SDPBackend.MATH),
     ):
@@ -83,16 +85,14 @@ class RowFunction:
     """A model as a function of its parameters, row by row. Call it inside :func:`as_function`.
 
     Args:
-        images: (n, ...), the images first.
-        axis: that of the images in what the model takes.
+        images: each a batch of one, as the model takes it.
         outputs: indices of the outputs, each a row of its own; None for one row, the sum of all outputs over
             the square root of their number.
         constants: parameters and buffers by name.
     """
 
     model: nn.Module
-    images: Tensor
-    axis: int
+    images: Sequence[Batch]
     outputs: list[int] | None
     constants: dict[str, Tensor]
 
@@ -120,12 +120,12 @@ class RowFunction:
         for number, value in enumerate(wanted):
             keep(image * len(wanted) + number, _gradient(value, list(leaves.values())))
 
-    def _values(self, leaves: dict[str, Tensor], image: Tensor) -> Tensor:
+    def _values(self, leaves: dict[str, Tensor], image: Batch) -> Tensor:
         """The outputs (C,) of one image."""
         let_through()
         values = {**self.constants, **leaves}
         with preserved(self.model):  # the generators start from the same state every time
-            returned = functional_call(self.model, values, (image.unsqueeze(self.axis),))
+            returned = functional_call(self.model, values, *arguments(image))
         return output_of(returned).flatten()
 
 

@@ -1,7 +1,10 @@
 """Looking into a model without a trace: everything is put back, also after an error or Ctrl-C."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +15,12 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from wellposed.anatomy.example import eagerly as eagerly
 from wellposed.anatomy.example import preserved as preserved
 from wellposed.anatomy.layout import to_tokens
+from wellposed.anatomy.masks import mask_reader
 from wellposed.anatomy.model import Block, blocks
 from wellposed.anatomy.seam import Join, block_joins, close_seam, is_open, open_seam
 from wellposed.errors import WrappedModelError
 from wellposed.interrupts import let_through, uninterrupted
+from wellposed.records import Record
 
 See = Callable[[Block, str, Tensor], None]
 """Gets a block, a position in it and the tokens (B, N, D) there."""
@@ -72,6 +77,95 @@ def removing(handles: list[Any]) -> Iterator[None]:
             handle.remove()
 
 
+class Calls:
+    """The calls of the blocks in one forward pass, and which of their tokens are padding.
+
+    Where a block runs several times in a pass, as ALBERT's, its first call is measured.
+    """
+
+    def __init__(self, found: list[Block]) -> None:
+        self.most: dict[int, int] = {}
+        self._readers = {block.index: mask_reader(block.module) for block in found}
+        self._paddings: list[Tensor] = []
+        self._kinds = 1
+        self._count: dict[int, int] = {}
+        self._of: dict[int, Tensor | str | None] = {}
+
+    def start(self, paddings: Iterable[Tensor] = (), kinds: int = 1) -> None:
+        """A new pass, with the paddings that were given, for so many kinds of inputs."""
+        self._paddings, self._kinds = [x for x in paddings if x.any()], kinds
+        self._count, self._of = {}, {}
+
+    def enter(self, block: Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        count = self._count.get(block.index, 0) + 1
+        self._count[block.index] = count
+        self.most[block.index] = max(count, self.most.get(block.index, 0))
+        if count == 1:
+            texts, tokens = to_tokens(stream_of(block, args, kwargs), layout_of(block)).shape[:2]
+            own = self._readers[block.index].padding(args, kwargs, texts, tokens)
+            self._of[block.index] = self._given(texts, tokens) if own is None else own if own.any() else None
+
+    def is_repeated(self, block: Block) -> bool:
+        return self._count.get(block.index, 0) > 1
+
+    def padding(self, block: Block, tokens: Tensor) -> Tensor | str | None:
+        """Which of the tokens (B, N, D) of a block are padding (B, N), or why that cannot be told."""
+        found = self._of.get(block.index)
+        if isinstance(found, Tensor) and found.shape != tokens.shape[:2]:
+            return _unmatched(tokens.shape[1], found.shape[1])
+        return found
+
+    def _given(self, texts: int, tokens: int) -> Tensor | str | None:
+        """From the model's own inputs, for a block whose call had no mask."""
+        if not self._paddings or self._kinds > 1:
+            return None
+        for one in self._paddings:
+            if one.shape == (texts, tokens):
+                return one
+        return _unmatched(tokens, self._paddings[0].shape[-1])
+
+    def noted(self, record: Record) -> Record:
+        count = self.most.get(record.block, 0) if record.block is not None else 0
+        if count < 2:
+            return record
+        said = f"of the first of {count} calls of the block in a pass"
+        return replace(record, note="; ".join(filter(None, (record.note, said))))
+
+
+def _unmatched(tokens: int, entries: int) -> str:
+    return f"which of its {tokens} tokens are padding cannot be told: the mask has {entries} entries"
+
+
+_CALLS: ContextVar[Calls | None] = ContextVar("calls", default=None)
+
+
+@contextlib.contextmanager
+def watching_calls(found: list[Block]) -> Iterator[Calls]:
+    """Inside, the probes know of repeated calls and of padding."""
+    calls, handles = Calls(found), list[Any]()
+    token = _CALLS.set(calls)
+    try:
+        with removing(handles):
+            for block in found:
+                enter = partial(calls.enter, block)
+                handles.append(block.module.register_forward_pre_hook(enter, with_kwargs=True))
+            yield calls
+    finally:
+        _CALLS.reset(token)
+
+
+def is_repeated(block: Block) -> bool:
+    """Whether this is not the first call of a block in the pass."""
+    calls = _CALLS.get()
+    return calls is not None and calls.is_repeated(block)
+
+
+def padding_of(block: Block, tokens: Tensor) -> Tensor | str | None:
+    """Which of the tokens (B, N, D) of a block are padding (B, N); None if none, a sentence if unknown."""
+    calls = _CALLS.get()
+    return None if calls is None else calls.padding(block, tokens)
+
+
 @contextlib.contextmanager
 def watching_tokens(found: list[Block], see: See) -> Iterator[None]:
     """Inside, every forward pass shows its tokens to ``see``.
@@ -94,6 +188,8 @@ class _InputHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         let_through()
+        if is_repeated(self.block):
+            return
         self.see(self.block, "input", to_tokens(stream_of(self.block, args, kwargs), layout_of(self.block)))
 
 
@@ -103,6 +199,8 @@ class _JoinHook:
 
     def __call__(self, join: nn.Module, args: tuple[Tensor, Tensor], output: Tensor) -> None:
         assert isinstance(join, Join)
+        if is_repeated(self.block):
+            return
         layout = layout_of(self.block)
         skip, branch = args
         for part, x in (("skip", skip), ("branch", branch), ("sum", output)):

@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_leaves
 from wellposed.anatomy.model import Block, blocks
 from wellposed.anatomy.seam import Join, block_joins
 from wellposed.interrupts import uninterrupted
+from wellposed.probes.images import Batch
+from wellposed.probes.named_inputs import run
 from wellposed.probes.observe import observed, plain, removing
 
 GroupBy = Literal["model", "blocks", "parts"]
@@ -50,7 +52,7 @@ class ParameterGroup:
     part: str = ""
 
 
-def parameter_groups(model: nn.Module, image: Tensor, by: GroupBy) -> list[ParameterGroup]:
+def parameter_groups(model: nn.Module, image: Batch, by: GroupBy) -> list[ParameterGroup]:
     """The trainable parameters of a model in disjoint groups that hold them all.
 
     Args:
@@ -101,7 +103,7 @@ def _owned_parameters(trainable: dict[str, nn.Parameter], found: list[Block]) ->
 
 
 def _parts(
-    model: nn.Module, image: Tensor, trainable: dict[str, nn.Parameter], owned: dict[int, list[str]]
+    model: nn.Module, image: Batch, trainable: dict[str, nn.Parameter], owned: dict[int, list[str]]
 ) -> dict[str, str]:
     """The part of every parameter that a block owns."""
     walk = _Walk(trainable)
@@ -120,7 +122,7 @@ def _parts(
             handles += [
                 join.register_forward_hook(hooks.join) for join in block_joins(block.module, block.row)
             ]
-        model(image)
+        run(model, image)
     for block in found:
         for name in owned[block.index]:
             parts.setdefault(name, block.row.names[-1])  # no say in the output: it adds nothing anywhere

@@ -5,11 +5,14 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.anatomy.model import Block
+from wellposed.anatomy.trace import without_fast_path
 from wellposed.interrupts import let_through, uninterrupted
-from wellposed.probes.observe import observed, plain
+from wellposed.probes.images import Batch
+from wellposed.probes.named_inputs import NamedInputs, run
+from wellposed.probes.observe import observed, plain, watching_calls
 from wellposed.records import Record
 
 
@@ -22,7 +25,7 @@ class Probe(Protocol):
 
 
 def forward_passes(
-    model: nn.Module, batches: Iterable[Tensor], make_probes: Callable[[list[Block]], list[Probe]]
+    model: nn.Module, batches: Iterable[Batch], make_probes: Callable[[list[Block]], list[Probe]]
 ) -> list[Record]:
     """The records of the probes that ``make_probes`` makes for the model's blocks, over all batches."""
     model = plain(model)
@@ -30,10 +33,14 @@ def forward_passes(
     with uninterrupted(), observed(model) as found, torch.inference_mode(False), torch.no_grad():
         probes = make_probes(found)
         with contextlib.ExitStack() as watching:
+            calls = watching.enter_context(watching_calls(found))
             for probe in probes:
                 watching.enter_context(probe.watching())
             for batch in batches:
                 let_through()
-                model(batch)
+                is_named = isinstance(batch, NamedInputs)
+                calls.start(*((batch.paddings, batch.kinds) if isinstance(batch, NamedInputs) else ()))
+                with without_fast_path() if is_named else contextlib.nullcontext():
+                    run(model, batch)
             let_through()
-        return [record for probe in probes for record in probe.records()]
+        return [calls.noted(record) for probe in probes for record in probe.records()]

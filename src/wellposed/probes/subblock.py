@@ -24,11 +24,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
 from wellposed.anatomy.layout import to_tokens
+from wellposed.anatomy.masks import mask_reader
 from wellposed.anatomy.model import Block, select
 from wellposed.anatomy.seam import Join, block_joins
 from wellposed.errors import SeamError, WrappedModelError
 from wellposed.interrupts import let_through, uninterrupted
 from wellposed.linalg.precision import without_autocast
+from wellposed.probes.images import Batch
+from wellposed.probes.named_inputs import as_dtype, run
 from wellposed.probes.observe import layout_of, observed, plain, removing, stream_of
 
 
@@ -54,7 +57,7 @@ class SubBlock:
 
 def sub_block(
     model: nn.Module,
-    image: Tensor,
+    image: Batch,
     block: int,
     part: str = "attention",
     *,
@@ -69,7 +72,7 @@ def sub_block(
     it, have acted already and are no part of the function. Hooks inside the block are.
 
     Args:
-        image: one image (1, C, H, W), or what else the model takes for one.
+        image: one image (1, C, H, W), or what else the model takes for one. A text has no padding here.
         block: index of the block.
         part: ``"block"``, from the block's input to its output, or a role (``"attention"``, ``"ffn"``,
             ...). The first role starts at the block's input, a later one at the sum before it.
@@ -88,11 +91,11 @@ def sub_block(
             raise WrappedModelError(
                 f"{chosen.name} is sharded by fully_shard, no rank has all of it; take the model before that."
             )
-        call = _captured_call(model, image.clone(), chosen)
+        call = _captured_call(model, image, chosen)
         dtype = call.stream.dtype if dtype is None else dtype
         if widen and dtype.itemsize > call.stream.dtype.itemsize and not _is_sharded(model):
-            with without_autocast(image):
-                call = _captured_call(_widened(model, dtype), image.to(dtype), chosen)
+            with without_autocast(call.stream):
+                call = _captured_call(_widened(model, dtype), as_dtype(image, dtype), chosen)
         call, own = call.to(dtype), _own_copy(chosen.module).to(dtype)
         start, end = _ends(own, chosen, part)
         into = call.stream if start is None else _Path(own, call, None, start, skip=None)(call.stream)
@@ -128,22 +131,30 @@ def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def _widened(model: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Any]:
+def _widened(model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
     """The model's forward with copies of its parameters and buffers in ``dtype``."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     values = {name: x.to(dtype) if x.is_floating_point() else x.clone() for name, x in tensors}
-    return lambda x: functional_call(model, values, (x,))
+    return lambda *args, **kwargs: functional_call(model, values, args, kwargs)
 
 
-def _captured_call(model: Callable[[Tensor], Any], image: Tensor, block: Block) -> _Call:
+def _captured_call(model: Any, image: Batch, block: Block) -> _Call:
     calls: list[_Call] = []
+    masks = mask_reader(block.module)
 
     def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(_Call(args, kwargs, block.row.stream, stream_of(block, args, kwargs)))
+        stream = stream_of(block, args, kwargs)
+        padding = masks.padding(args, kwargs, *to_tokens(stream, layout_of(block)).shape[:2])
+        if padding is not None and padding.any():
+            raise ValueError(
+                f"expected a text without padding, got {int(padding.sum())} tokens of it at {block.name}: "
+                "the Jacobian is of a text's own tokens; pass one text alone, without padding."
+            )
+        calls.append(_Call(args, kwargs, block.row.stream, stream))
 
     # Added last, so that it sees what the hooks before made of the input.
     with removing([block.module.register_forward_pre_hook(capture, with_kwargs=True)]):
-        model(image)
+        run(model, image.clone() if isinstance(image, Tensor) else image.mapped(Tensor.clone))
     if not calls:
         raise ValueError(f"{block.name} was not run by this image; the model needs an input that reaches it.")
     images = to_tokens(calls[0].stream, layout_of(block)).shape[0]

@@ -57,8 +57,8 @@ def apply_unpadded(op: nn.Module, tokens: Tensor, padding: Tensor) -> Tensor:
     """An operation on the tokens (B, N, D) of each text without its padding (B, N), which stays as it is."""
     if tokens.shape[:-1] != padding.shape:
         raise ValueError(
-            f"expected {tuple(padding.shape)} tokens as the mask has, got {tuple(tokens.shape[:-1])}: which of "
-            "them are padding cannot be told."
+            f"expected {tuple(padding.shape)} tokens as the mask has, got {tuple(tokens.shape[:-1])}: which "
+            "of them are padding cannot be told."
         )
     if isinstance(op, ContextBroadcast):
         out: Tensor = op(tokens, padding)

@@ -2,7 +2,7 @@
 
 A block that was given a mask tells the operations inside it which tokens are padding, by hooks that are
 functions of this module. Context Broadcasting takes the mean over the others. Graying is of each text's own
-tokens; where code is compiled or exported their number is not known, and there a mask that hides any is an error.
+tokens; where code is compiled or exported their number is not known, and a mask that hides any is an error.
 """
 
 from typing import Any, cast
