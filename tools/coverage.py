@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from subjects import Subject, subjects, variants
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import wellposed as wp
+from subjects import Subject, subjects, variants
 from wellposed.anatomy.example import Example, eagerly, given_example, made_examples, preserved
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.model import blocks as all_blocks
@@ -89,8 +89,8 @@ class Covered:
     @property
     def is_covered(self) -> bool:
         """Whether skips around attention can be removed and the tokens of blocks measured."""
-        skips = any(self.tried[name].works for name in ("skip attention", "skip all") if self.tried)
-        return skips and self.tried["conditioning"].works
+        works = {name for name, tried in self.tried.items() if tried.works}
+        return "conditioning" in works and not works.isdisjoint({"skip attention", "skip all"})
 
 
 def cover(subject: Subject) -> Covered:
@@ -179,7 +179,9 @@ def _told(records: Iterable[Record]) -> Tried:
     records = list(records)
     numbers = {record.block for record in records if record.value is not None}
     others = [record for record in records if record.block not in numbers]
-    return Tried(bool(numbers), len(numbers), sorted({_short(record.note) for record in others if record.note}))
+    return Tried(
+        bool(numbers), len(numbers), sorted({_short(record.note) for record in others if record.note})
+    )
 
 
 def _reasons(error: Exception, model: nn.Module, found: list[Block]) -> list[str]:
@@ -228,7 +230,9 @@ def page(models: list[Covered], about: dict[str, Any]) -> str:
 def _summary(models: list[Covered]) -> list[str]:
     def count(chosen: list[Covered], what: str) -> str:
         good = [model for model in chosen if model.is_covered]
-        missing = ", ".join(model.kind if what == "module" else model.name for model in chosen if model not in good)
+        missing = ", ".join(
+            model.kind if what == "module" else model.name for model in chosen if model not in good
+        )
         named = f"{len(good)} of {len(chosen)}"
         return named + (f" (not {missing})" if missing else "")
 
@@ -259,33 +263,32 @@ COLUMNS = {
     "Jacobian": ("jacobian",),
 }
 
+OF_ONE_PLACE = ("gray embedding", "gray pixels", "bounds", "jacobian")
+"""Not of all blocks: they work or do not."""
+
+
+NOT = "\N{EN DASH}"
+
 
 def _table(models: list[Covered], notes: dict[str, int]) -> list[str]:
     lines = ["| model | blocks | " + " | ".join(COLUMNS) + " | notes |", "| --- " * (len(COLUMNS) + 3) + "|"]
     for model in models:
-        name = f"{model.kind}: `{model.name}`" if model.library == "timm" else model.name
-        reasons = [model.trouble] if model.trouble else []
-        cells = []
-        for names in COLUMNS.values():
-            marks = [_mark(model.tried.get(name), model.count) for name in names]
-            if names[0].startswith(("gray embedding", "bounds", "jacobian")):
-                marks = [_mark(model.tried.get(name), 0) for name in names[:-1]] + [
-                    _mark(model.tried.get(names[-1]), model.count if len(names) > 1 else 0)
-                ]
-            cells.append(" ".join(marks))
-            for name in names:
-                if name in model.tried:
-                    reasons += [reason for reason in model.tried[name].reasons if reason not in reasons]
+        called = f"{model.kind}: `{model.name}`" if model.library == "timm" else model.name
+        reasons = {model.trouble: None} if model.trouble else {}
+        for tried in model.tried.values():
+            reasons |= dict.fromkeys(tried.reasons)
+        cells = [" ".join(_mark(model, name) for name in names) for names in COLUMNS.values()]
         numbers = [str(notes.setdefault(reason, len(notes) + 1)) for reason in reasons]
-        kinds = ", ".join(f"{count} {cls}" for cls, count in model.blocks.items()) or "none found"
-        lines.append(f"| {name} | {kinds} | " + " | ".join(cells) + f" | {', '.join(numbers)} |")
+        kinds = ", ".join(f"{count} {cls}" for cls, count in model.blocks.items()) or "none"
+        lines.append(f"| {called} | {kinds} | " + " | ".join(cells) + f" | {', '.join(numbers)} |")
     return lines
 
 
-def _mark(tried: Tried | None, of: int) -> str:
+def _mark(model: Covered, name: str) -> str:
+    tried = model.tried.get(name)
     if tried is None or not tried.works:
-        return "–"
-    return "✓" if tried.blocks == of or not of else "◐"
+        return NOT
+    return "✓" if name in OF_ONE_PLACE or tried.blocks == model.count else "◐"
 
 
 def write(models: list[Covered], about: dict[str, Any]) -> None:
@@ -317,8 +320,14 @@ def _work(subject: Subject) -> tuple[Covered | None, dict[str, Any]]:
     try:
         covered = cover(subject) if subject.kind != "variant" else _prove(subject)
     except Exception as error:  # the others are to be measured all the same
-        covered = Covered(subject.library, subject.kind, subject.name, {}, {}, f"{type(error).__name__}: {error}")
+        covered = Covered(
+            subject.library, subject.kind, subject.name, {}, {}, f"{type(error).__name__}: {error}"
+        )
     return covered, known.to_json()
+
+
+def _untried(subject: Subject) -> Covered:
+    return Covered(subject.library, subject.kind, subject.name, {}, {}, "not tried yet")
 
 
 def _prove(subject: Subject) -> None:
@@ -343,8 +352,8 @@ def main(wanted: set[str]) -> None:
             if covered is not None:
                 known[subject.library, subject.name] = covered
                 works = sum(tried.works for tried in covered.tried.values())
-                print(f"{subject.library} {subject.name}: {works} of {len(EDITS) + len(PROBES)} {covered.trouble}")
-            write([known[one.library, one.name] for one in models if (one.library, one.name) in known], about)
+                print(f"{subject.name}: {works} of {len(EDITS) + len(PROBES)} {covered.trouble}")
+            write([known.get((one.library, one.name)) or _untried(one) for one in models], about)
             text = json.dumps(proven.to_json(), separators=(",", ":"), ensure_ascii=False)
             PROVEN.write_text(text + "\n", encoding="utf-8")
 

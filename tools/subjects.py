@@ -136,8 +136,11 @@ class Subject:
         return None if side is None else torch.randn(1, 3, side, side)
 
     def model(self) -> nn.Module:
-        """The model in evaluation mode. What is constant in a fresh one (zero heads, ones as scales) would hide
-        what an edit does, and is drawn at random."""
+        """The model in evaluation mode.
+
+        What is constant in a fresh one (zero heads, ones as scales) would hide what an edit does, and is drawn
+        at random.
+        """
         torch.manual_seed(0)
         model = self.build().eval()
         with torch.no_grad():
@@ -215,7 +218,12 @@ VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DetrModel",
         "DetrConfig",
         _ENCODER_DECODER
-        | {"use_timm_backbone": True, "use_pretrained_backbone": False, "backbone": "resnet18", "num_queries": 5},
+        | {
+            "use_timm_backbone": True,
+            "use_pretrained_backbone": False,
+            "backbone": "resnet18",
+            "num_queries": 5,
+        },
     ),
     "DINOv2": ("Dinov2Model", "Dinov2Config", _VISION | {"mlp_ratio": 2}),
     "DINOv2 with registers": (
