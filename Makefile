@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Exact versions of all that is installed, pip and what builds the package too.
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test quick lint types pytest docs constraints clean
+.PHONY: demo test quick lint types pytest docs coverage constraints clean
 
 demo: $(VENV)/.demo
 	$(BIN)/wellposed demo
@@ -33,6 +33,10 @@ quick: $(VENV)/.dev
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/docs/index.html, or serve it: $(BIN)/mkdocs serve"
+
+# Every edit and probe on a model of each kind, docs/coverage.md, and the proofs that are shipped; some minutes.
+coverage: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python tools/coverage.py
 
 # The newest versions that pyproject.toml allows; needs the package index and a minute.
 constraints: | $(VENV)/bin/python

@@ -89,8 +89,8 @@ class Covered:
     @property
     def is_covered(self) -> bool:
         """Whether skips around attention can be removed and the tokens of blocks measured."""
-        skips = any(self.tried[name].works for name in ("skip attention", "skip all") if self.tried)
-        return skips and self.tried["conditioning"].works
+        works = {name for name, tried in self.tried.items() if tried.works}
+        return "conditioning" in works and not works.isdisjoint({"skip attention", "skip all"})
 
 
 def cover(subject: Subject) -> Covered:
@@ -263,33 +263,32 @@ COLUMNS = {
     "Jacobian": ("jacobian",),
 }
 
+OF_ONE_PLACE = ("gray embedding", "gray pixels", "bounds", "jacobian")
+"""Not of all blocks: they work or do not."""
+
+
+NOT = "\N{EN DASH}"
+
 
 def _table(models: list[Covered], notes: dict[str, int]) -> list[str]:
     lines = ["| model | blocks | " + " | ".join(COLUMNS) + " | notes |", "| --- " * (len(COLUMNS) + 3) + "|"]
     for model in models:
-        name = f"{model.kind}: `{model.name}`" if model.library == "timm" else model.name
-        reasons = [model.trouble] if model.trouble else []
-        cells = []
-        for names in COLUMNS.values():
-            marks = [_mark(model.tried.get(name), model.count) for name in names]
-            if names[0].startswith(("gray embedding", "bounds", "jacobian")):
-                marks = [_mark(model.tried.get(name), 0) for name in names[:-1]] + [
-                    _mark(model.tried.get(names[-1]), model.count if len(names) > 1 else 0)
-                ]
-            cells.append(" ".join(marks))
-            for name in names:
-                if name in model.tried:
-                    reasons += [reason for reason in model.tried[name].reasons if reason not in reasons]
+        called = f"{model.kind}: `{model.name}`" if model.library == "timm" else model.name
+        reasons = {model.trouble: None} if model.trouble else {}
+        for tried in model.tried.values():
+            reasons |= dict.fromkeys(tried.reasons)
+        cells = [" ".join(_mark(model, name) for name in names) for names in COLUMNS.values()]
         numbers = [str(notes.setdefault(reason, len(notes) + 1)) for reason in reasons]
-        kinds = ", ".join(f"{count} {cls}" for cls, count in model.blocks.items()) or "none found"
-        lines.append(f"| {name} | {kinds} | " + " | ".join(cells) + f" | {', '.join(numbers)} |")
+        kinds = ", ".join(f"{count} {cls}" for cls, count in model.blocks.items()) or "none"
+        lines.append(f"| {called} | {kinds} | " + " | ".join(cells) + f" | {', '.join(numbers)} |")
     return lines
 
 
-def _mark(tried: Tried | None, of: int) -> str:
+def _mark(model: Covered, name: str) -> str:
+    tried = model.tried.get(name)
     if tried is None or not tried.works:
-        return "–"
-    return "✓" if tried.blocks == of or not of else "◐"
+        return NOT
+    return "✓" if name in OF_ONE_PLACE or tried.blocks == model.count else "◐"
 
 
 def write(models: list[Covered], about: dict[str, Any]) -> None:
@@ -327,6 +326,10 @@ def _work(subject: Subject) -> tuple[Covered | None, dict[str, Any]]:
     return covered, known.to_json()
 
 
+def _untried(subject: Subject) -> Covered:
+    return Covered(subject.library, subject.kind, subject.name, {}, {}, "not tried yet")
+
+
 def _prove(subject: Subject) -> None:
     all_blocks(subject.model())
 
@@ -349,10 +352,8 @@ def main(wanted: set[str]) -> None:
             if covered is not None:
                 known[subject.library, subject.name] = covered
                 works = sum(tried.works for tried in covered.tried.values())
-                print(
-                    f"{subject.library} {subject.name}: {works} of {len(EDITS) + len(PROBES)} {covered.trouble}"
-                )
-            write([known[one.library, one.name] for one in models if (one.library, one.name) in known], about)
+                print(f"{subject.name}: {works} of {len(EDITS) + len(PROBES)} {covered.trouble}")
+            write([known.get((one.library, one.name)) or _untried(one) for one in models], about)
             text = json.dumps(proven.to_json(), separators=(",", ":"), ensure_ascii=False)
             PROVEN.write_text(text + "\n", encoding="utf-8")
 

@@ -136,8 +136,10 @@ class Subject:
         return None if side is None else torch.randn(1, 3, side, side)
 
     def model(self) -> nn.Module:
-        """The model in evaluation mode. What is constant in a fresh one (zero heads, ones as scales) would hide
-        what an edit does, and is drawn at random.
+        """The model in evaluation mode.
+
+        What is constant in a fresh one (zero heads, ones as scales) would hide what an edit does, and is drawn
+        at random.
         """
         torch.manual_seed(0)
         model = self.build().eval()

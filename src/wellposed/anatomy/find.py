@@ -7,6 +7,7 @@ submodules (BERT's output layers), the nearest module around both. What a run sh
 
 import ast
 import functools
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -190,6 +191,12 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
     if any(_is_nested(flow, residual, group) for residual in flow.residuals):
         group.refused = "the skip around its attention lies inside the branch of another skip of its own"
         return group
+    if any(_is_beside(flow, *pair) for pair in itertools.pairwise(residuals)):
+        group.refused = (
+            "it adds attention and FFN, computed side by side, to its stream one after the other: x + a + f "
+            "has no place where the skip alone could be removed. Write it as x + (a + f)"
+        )
+        return group
     place, stream = _stream(flow, group)
     layout, pieces = _layout(flow.shape(stream), last, batch)
     if layout == "LNC" and not _attends_along_the_first_axis(flow, group, flow.shape(stream)[0]):
@@ -220,6 +227,12 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
         causal=any(flow.is_causal(r) for r, role in zip(residuals, roles, strict=True) if role != "ffn"),
     )
     return group
+
+
+def _is_beside(flow: Flow, one: Residual, next_one: Residual) -> bool:
+    """Whether the second branch starts where the first one did, before that was added."""
+    follows = flow.root[next_one.skip] == flow.root[one.out]
+    return follows and next_one.start == flow.root[one.skip]
 
 
 def _is_nested(flow: Flow, residual: Residual, group: _Group) -> bool:
@@ -578,8 +591,10 @@ class _Taps:
             # Attention without its output projection, which comes in a later module.
             later = [i for i in range(first + 1, len(calls)) if any(calls[i].holds(n) for n in weighted)]
             first = later[0] if later else first
-        ends = [("after", calls[first], calls[first].results[0])]
-        ends += [("before", c, c.arguments[0][1]) for c in calls[first + 1 :] if c.arguments]
+        last = self._last_of(calls[first])  # to a Sequential no operation can be added
+        ends = [("after", last, last.results[0])]
+        later_ones = [self._first_of(c) for c in calls[first + 1 :]]
+        ends += [("before", c, c.arguments[0][1]) for c in later_ones if c.arguments]
         taps = [self._tap(side, call) for side, call, value in ends if self._is_whole(value)]
         self.attention_ends = [tap for tap in taps if tap]
         if self.attention_ends:
@@ -616,14 +631,17 @@ class _Taps:
         return self._tap("before", call) or _NOT_WHOLE
 
     def _first_of(self, call: Call) -> Call:
-        while isinstance(call.module, nn.Sequential):
-            call = next(c for c in self.calls if c.parent is call)
+        while isinstance(call.module, nn.Sequential) and (inner := self._in(call)):
+            call = inner[0]
         return call
 
     def _last_of(self, call: Call) -> Call:
-        while isinstance(call.module, nn.Sequential):
-            call = [c for c in self.calls if c.parent is call][-1]
+        while isinstance(call.module, nn.Sequential) and (inner := self._in(call)):
+            call = inner[-1]
         return call
+
+    def _in(self, call: Call) -> list[Call]:
+        return [c for c in self.calls if c.parent is call]
 
     def _is_whole(self, value: int) -> bool:
         """Whether a tensor holds the tokens of whole images, and of all of them."""

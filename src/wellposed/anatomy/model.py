@@ -193,8 +193,8 @@ def _found(model: nn.Module, example: Any, known: _Rows) -> tuple[_Rows, str]:
             trouble = f"{type(part).__name__} could not be run on an example: {error}"
             if known:  # an edit of these alone might be half of one
                 raise UnknownModelError(
-                    f"{len(known)} blocks of {type(model).__name__} are known, but whether there are others is "
-                    f"not: {trouble}\nGive an input of the model as example=."
+                    f"{len(known)} blocks of {type(model).__name__} are known, but not whether there are "
+                    f"others: {trouble}\nGive an input of the model as example=."
                 ) from error
             return known, trouble
     return _known(model)[0], ""

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from wellposed.anatomy.find_embedding import find_embeddings
 from wellposed.anatomy.flow import Flow
 from wellposed.anatomy.marked import set_class
 from wellposed.anatomy.packed_query import PackedQueryAttention
-from wellposed.anatomy.rows import Add, BlockRow, EmbeddingRow, Site, Tap
+from wellposed.anatomy.rows import Add, BlockRow, EmbeddingRow, Position, Site, Tap
 from wellposed.anatomy.seam import block_joins, close_seam, is_seamed, join_name, joins, open_seam
 from wellposed.anatomy.source import wrapped_functions
 from wellposed.anatomy.trace import trace
@@ -67,24 +67,26 @@ class Proofs:
         }
 
     def load(self, data: dict[str, Any]) -> None:
+        """Take over what :meth:`to_json` wrote. Raises where it is of another form."""
+        if set(data) != set(self.to_json()):
+            raise ValueError(
+                f"expected proofs with {', '.join(self.to_json())}, got {', '.join(data)}; they were "
+                "written by another version of wellposed, install it again."
+            )
         self.tested |= data["tested"]
         self.classes |= set(data["classes"])
-        for key, rows in data.get("embeddings", {}).items():
+        for key, rows in data["embeddings"].items():
             self.embeddings[key] = tuple(
-                EmbeddingRow(
-                    **row | {"tokens": Tap(**row["tokens"] | {"paths": tuple(row["tokens"]["paths"])})}
-                )
-                for row in rows
+                EmbeddingRow(**row | {"tokens": _tap(row["tokens"])}) for row in rows
             )
         self.quiet |= set(data["quiet"])
         self.unreached |= set(data["unreached"])
         for key, row in data["rows"].items():
             adds = tuple(Add(**add | {"site": Site(**add["site"])}) for add in row["adds"])
+            if unknown := set(row["taps"]) - set(get_args(Position)):
+                raise ValueError(f"expected the positions of a block, got {', '.join(sorted(unknown))}.")
             taps = tuple(
-                (
-                    position,
-                    tap if isinstance(tap, str) else Tap(tap["side"], tuple(tap["paths"]), tap["layout"]),
-                )
+                (position, tap if isinstance(tap, str) else _tap(tap))
                 for position, tap in row["taps"].items()
             )
             self.rows[key] = BlockRow(
