@@ -14,20 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import wellposed as wp
 from wellposed.digits import load_digits
-from wellposed.probes import Monitor
+from wellposed.integrations.lightning import ConditioningCallback
 
 VIT = {"img_size": 8, "patch_size": 2, "in_chans": 1, "num_classes": 10, "embed_dim": 48}
-
-
-class Conditioning(lightning.Callback):
-    def __init__(self, images: torch.Tensor, every: int) -> None:
-        self.images, self.every = images, every
-
-    def on_fit_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self.monitor = Monitor(module.model, self.images, every=self.every)
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
-        module.log_dict(self.monitor(trainer.global_step))
 
 
 class Classifier(lightning.LightningModule):
@@ -53,7 +42,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     data = load_digits(seed=0)
     loader = DataLoader(TensorDataset(data.train_x, data.train_y), batch_size=64, shuffle=True)
-    watch = Conditioning(data.test_x[:8], every=len(loader))
+    watch = ConditioningCallback(data.test_x[:8], every=len(loader))
     trainer = lightning.Trainer(max_epochs=arguments.epochs, logger=False, callbacks=[watch])
     trainer.fit(Classifier(arguments.depth), loader)
     print({name: value.item() for name, value in trainer.callback_metrics.items() if "worst" in name})

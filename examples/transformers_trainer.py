@@ -6,20 +6,12 @@ python examples/transformers_trainer.py --epochs 10
 
 import argparse
 
-from transformers import Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTForImageClassification
+from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 
 import wellposed as wp
 from wellposed.digits import load_digits
+from wellposed.integrations.transformers import ConditioningCallback
 from wellposed.probes import Monitor
-
-
-class Conditioning(TrainerCallback):
-    def __init__(self, monitor: Monitor, trainer: Trainer) -> None:
-        self.monitor, self.trainer = monitor, trainer
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        if seen := self.monitor(state.global_step):
-            self.trainer.log({name: value for name, value in seen.items() if "worst" in name})
 
 
 def main(epochs: int, depth: int) -> None:
@@ -41,7 +33,7 @@ def main(epochs: int, depth: int) -> None:
         save_strategy="no",
     )
     trainer = Trainer(model, arguments, train_dataset=images)
-    trainer.add_callback(Conditioning(Monitor(model, data.test_x[:8], every=20), trainer))
+    trainer.add_callback(ConditioningCallback(trainer, data.test_x[:8], every=20))
     trainer.train()
     for entry in trainer.state.log_history:
         if "kappa/attention.branch/worst" in entry:

@@ -15,11 +15,13 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+import wellposed.diagnosing
 import wellposed.train.sweep
 from wellposed.cli import app
 from wellposed.errors import SeamError
 from wellposed.models import build
 from wellposed.train.recipe import Recipe
+from wellposed.train.report.screen import LINE_SECONDS
 
 MODEL = ["vit_tiny_patch16_224", "--image-size", "32"]
 
@@ -81,7 +83,13 @@ def test_weights_and_choices(folder, tmp_path) -> None:
         ([*MODEL, "--what", "speed"], "what must be"),
         ([*MODEL, "--blocks", "first"], "blocks must be indices"),
         ([*MODEL, "--blocks", "99"], "within 0 and 11"),
-        ([*MODEL, "--weights", "w.pth"], "safetensors"),
+        ([*MODEL, "--weights", "w.pth"], "there is no w.pth"),
+        (
+            [*MODEL, "--weights", "w.pth", "--pretrained"],
+            "error: expected --weights or --pretrained, got both",
+        ),
+        ([*MODEL, "--what", "speed"], "error: --what must be"),
+        ([*MODEL, "--device", "cuda:77"], "error: --device cuda:77 is none that torch sees here"),
         (["tv:resnet18"], "found no transformer block"),
     ],
 )
@@ -153,7 +161,7 @@ def test_it_is_a_module_too_and_quick() -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert time.monotonic() - began < 2
     assert ended.returncode == 1
-    assert ended.stderr == "error: epochs must be a whole number, got 'none'.\n"
+    assert ended.stderr == "error: --epochs must be a whole number, got 'none'.\n"
 
 
 @pytest.fixture
@@ -268,3 +276,51 @@ def test_help_tells_the_defaults() -> None:
     assert "Indices such as 0,3,11 or 0-5. [default: all]" in text
     text = invoke("sweep", "--help", env={"COLUMNS": "200"}).output
     assert "[default: 6 on a GPU, else 1]" in text
+
+
+def test_the_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"wellposed {wellposed.__version__}\n")
+
+
+def test_errors_of_training_name_flags_where_there_is_no_file(tmp_path) -> None:
+    result = CliRunner().invoke(app, ["train", "--batch-size", "33", "--accumulate", "2"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: --batch-size must be a multiple of ")
+    (tmp_path / "r.toml").write_text("batch_size = 33\naccumulate = 2")
+    result = CliRunner().invoke(app, ["train", str(tmp_path / "r.toml")])
+    assert result.stderr.startswith("error: batch_size must be a multiple of ")
+
+
+@pytest.mark.parametrize("images", ["nowhere", "empty"])
+def test_images_are_looked_for_before_anything_is_downloaded(images, tmp_path, monkeypatch) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(wellposed.diagnosing, "build", lambda *_, **__: pytest.fail("it was built"))
+    result = diagnose(*MODEL, "--images", tmp_path / images, "--pretrained")
+    assert result.exit_code == 1
+    assert str(tmp_path / images) in result.output
+
+
+def test_progress_where_there_is_no_terminal(folder, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules["wellposed.probes.diagnose"], "LINE_SECONDS", 0.0)
+    result = diagnose(*MODEL, "--images", folder, "--batch-size", "2", "--what", "conditioning")
+    assert "forward passes, 1 batches\nforward passes, 2 batches\n" in result.stderr
+    assert LINE_SECONDS <= 15
+
+
+def test_edits_and_a_comparison(folder, tmp_path) -> None:
+    common = [*MODEL, "--images", folder, "--blocks", "0", "--device", "cpu", "--model-option", "depth=2"]
+    plain = diagnose(*common, "--out", tmp_path / "plain")
+    assert plain.exit_code == 0, plain.output
+    edits = ("--edit", "graying=dct", "--edit", "eps=0.5", "--edit", "gray_where=blocks")
+    for other in (tmp_path / "plain", MODEL[0]):
+        edited = diagnose(*common, *edits, "--compare", other)
+        assert edited.exit_code == 0, edited.output
+        table = edited.output.partition("measure")[2].splitlines()
+        assert table[0].split() == ["where", MODEL[0], str(other), "ratio"]
+        assert not any(".skip" in line for line in table)
+        rows = [line.split() for line in table if line.startswith("kappa")]
+        assert any(row[-1] not in ("1", "-") for row in rows)
+    assert edited.output.count("edited: gray_tokens") == 2
+    wrong = diagnose(*common, "--edit", "epochs=3")
+    assert "error: expected an edit (graying, " in wrong.output

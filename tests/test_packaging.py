@@ -73,3 +73,19 @@ def test_the_development_install_is_pinned_within_its_ranges() -> None:
             version = pinned.get(canonicalize_name(wanted.name))
             assert version is not None, f"{wanted.name} is not pinned: make constraints"
             assert wanted.specifier.contains(version), f"{wanted}, pinned {version}: make constraints"
+
+
+def warn(module: str, caller: str, category: type[Warning]) -> None:
+    """A warning of upstream's ``module`` about the call that ``caller`` made."""
+    upstream: dict[str, object] = {"__name__": module, "category": category}
+    exec("import warnings\ndef old(): warnings.warn('old', category, stacklevel=2)", upstream)
+    exec("old()", {"__name__": caller, "old": upstream["old"]})
+
+
+@pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning])
+def test_only_warnings_about_our_own_calls_are_errors(category: type[Warning]) -> None:
+    warn("torch", "timm.layers", category)
+    warn("torch", "wellposedness", category)
+    for ours in ("wellposed", "wellposed.nn.graying"):
+        with pytest.raises(category):
+            warn("timm", ours, category)

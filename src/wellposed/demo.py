@@ -189,7 +189,7 @@ def as_table(rows: Sequence[Row], folder: Path, epochs: int, seed: int) -> Table
             f"{about['train_images']:,} training and {about['test_images']} test images, {epochs} epochs, "
             f"one run each, seed {seed}. All start from Xavier's weights: without skips a ViT does not start "
             "to learn from timm's. kappa: condition number of the token matrix, median over "
-            f"{PROBE_IMAGES} test images and all blocks, float64 SVD, after training; 'into block 0' are the "
+            f"{PROBE_IMAGES} test images and all blocks, in float64, after training; 'into block 0' are the "
             "tokens that the first block gets, the others what a branch adds, without its skip. ≥: float32 "
             "cannot tell more. entropy: of the attention rows, 1 is uniform."
         ),

@@ -9,8 +9,13 @@ from typing import Any, Literal, cast
 import timm
 from torch import nn
 
-from wellposed.models import build, describe_weights
+from wellposed.models import build, describe_weights, has_random_weights
+from wellposed.probes.diagnosis import Diagnosis
+from wellposed.probes.image_sources import source_of
 from wellposed.train.environment import without_secrets
+from wellposed.train.model import apply_edits
+from wellposed.train.recipe import Recipe
+from wellposed.train.run_folder import RECIPE
 from wellposed.train.trained_run import IMAGES, open_run
 
 OF_A_RUN = ("best", "last")
@@ -50,8 +55,9 @@ def named_model(
     options: Mapping[str, Any],
     seed: int,
     device: str,
+    edits: Mapping[str, Any] | None = None,
 ) -> Target:
-    """A model by name; it has no images of its own."""
+    """A model by name, edited as a recipe with these fields says; it has no images of its own."""
     is_known = ":" in name or _is_of_timm(name)
     if images is None and is_known:
         raise ValueError(f"expected images to show {name}, got none; name a folder of them: --images DIR.")
@@ -66,6 +72,8 @@ def named_model(
         if size in options:
             raise ValueError(f"expected --image-size or --model-option {size}=, got both; leave one out.")
         options[size] = image_size
+    if images is not None and (pretrained or not images.exists()):
+        source_of(images)  # that there are none is found before anything is downloaded
     try:
         model = build(name, weights=weights, pretrained=pretrained, seed=seed, **options)
     except ValueError as error:
@@ -78,7 +86,10 @@ def named_model(
         given = ", ".join(f"{option}={value!r}" for option, value in options.items())
         raise TypeError(f"{name} does not take the options {given}: {error}.") from error
     assert images is not None
+    if edits:
+        apply_edits(model, Recipe(**edits))
     about = {"model": name, "weights": describe_weights(model), "seed": seed, "data": _name(images)}
+    about["random"] = has_random_weights(model)
     return Target(model.to(device), images, about)
 
 
@@ -89,6 +100,8 @@ def trained_model(
     wanted = weights or OF_A_RUN[0]
     if wanted not in OF_A_RUN:
         raise ValueError(f"--weights of a run must be {' or '.join(OF_A_RUN)}, got {weights!r}.")
+    if images is not None:
+        source_of(images)
     run = open_run(folder, count or IMAGES, device=device)
     model = run.model(cast(Literal["best", "last"], wanted))
     about = {
@@ -108,6 +121,13 @@ def trained_model(
             "started, or name other images: --images DIR."
         ) from error
     return Target(model, own, about | {"data": data}, run.image_notes)
+
+
+def kept_diagnosis(name: str) -> Diagnosis | None:
+    """What ``wellposed diagnose --out`` has written, a file or a folder; None for another name."""
+    path = Path(name).expanduser()
+    file = path / "diagnosis.json" if path.is_dir() and not (path / RECIPE).is_file() else path
+    return Diagnosis.from_json(file) if file.is_file() and file.suffix == ".json" else None
 
 
 def _is_of_timm(name: str) -> bool:

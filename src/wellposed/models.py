@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import timm
 import torch
@@ -30,6 +30,7 @@ from wellposed.probes.model_input import is_of
 from wellposed.probes.observe import plain
 
 _described: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
+_random: "WeakSet[nn.Module]" = WeakSet()
 
 _LOADS = "it can name what to load, and a file of weights can run code; weights= takes a file that is safe"
 _REFUSED_OPTIONS = {
@@ -80,7 +81,9 @@ def build(
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         model, described = builder(own_name, pretrained, weights is not None, options)
-    _described[model] = described or f"random weights (seed {seed})"
+    say_weights(model, described or f"random weights (seed {seed})")
+    if not described:
+        _random.add(model)
     if weights is not None:
         load_weights(model, weights)
     return model.eval()
@@ -121,9 +124,15 @@ def describe_weights(model: nn.Module) -> str:
     return _described.get(plain(model), "weights as they were given")
 
 
+def has_random_weights(model: nn.Module) -> bool:
+    """Whether :func:`build` drew the weights, and no file was loaded since."""
+    return plain(model) in _random
+
+
 def say_weights(model: nn.Module, words: str) -> None:
     """Keep where a model's weights are from, for :func:`describe_weights`."""
     _described[plain(model)] = words
+    _random.discard(plain(model))
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
@@ -149,7 +158,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
             "(num_classes=, img_size=, ...)."
         )
     inner.load_state_dict(state)
-    _described[inner] = from_file(path, taken)
+    say_weights(inner, from_file(path, taken))
 
 
 def _share_tied(model: nn.Module, state: dict[str, Tensor]) -> None:

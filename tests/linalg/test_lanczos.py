@@ -359,3 +359,20 @@ def test_a_bidiagonalisation_is_used_again():
 def test_wrong_density_options(options):
     with pytest.raises(ValueError, match="probes and steps must be positive"):
         density_of(geometric(4, 10), **options)
+
+
+def test_zeros_that_repeat_make_no_false_claims() -> None:
+    s = torch.cat((torch.linspace(4, 0.5, 30, dtype=torch.float64), torch.zeros(6, dtype=torch.float64)))
+    A = torch.diag(s)
+    found = extreme_singular_values(A.mv, A.mT.mv, 36, k=4, dtype=torch.float64)
+    assert not found.smallest.converged.any()
+    assert (found.smallest.low == 0).all()
+    lost = torch.eye(36, dtype=torch.float64)[-4:]
+    known = extreme_singular_values(A.mv, A.mT.mv, 36, k=4, dtype=torch.float64, lost=lost)
+    assert (known.smallest.high <= known.rounding).all()
+    assert known.steps <= found.steps
+    # Directions of which one is not lost prove nothing.
+    wrong = torch.eye(36, dtype=torch.float64)[-7:-3]
+    assert (
+        extreme_singular_values(A.mv, A.mT.mv, 36, k=4, dtype=torch.float64, lost=wrong).steps == found.steps
+    )

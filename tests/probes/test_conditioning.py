@@ -60,7 +60,7 @@ def test_against_numpy() -> None:
         assert np.isclose(effective[place].value, np.median(np.exp(-(p * np.log(p)).sum(1))), rtol=1e-4)
         assert np.isclose(stable[place].value, np.median((s**2).sum(1) / s[:, 0] ** 2), rtol=1e-4)
         assert (record.images, record.dtype, record.status) == (5, "float32", "ok")
-        assert record.estimator == "float64 SVD"
+        assert record.estimator == "float64 Gram eigenvalues, SVD above kappa 3e4"
         assert record.tolerance is not None
 
 

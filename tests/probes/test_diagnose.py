@@ -3,6 +3,8 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +132,40 @@ def test_files(tmp_path) -> None:
     lines = (tmp_path / "made" / "here" / "diagnosis.csv").read_text().splitlines()
     assert len(lines) == 1 + len(diagnosis.records)
     assert "report-data" in (tmp_path / "made" / "here" / "diagnosis.html").read_text(encoding="utf-8")
+
+
+def of(block: int, position: str, value: float, status: Any = "ok", measure: str = "kappa") -> Record:
+    samples = (value, value + 1)
+    return Record(
+        measure=measure, value=value, block=block, position=position, status=status, samples=samples
+    )
+
+
+def test_compare_sorts_filters_and_skips_what_is_the_same_tensor() -> None:
+    first = [
+        of(0, "input", 5.0),
+        of(0, "attention.branch", 9.0),
+        of(0, "attention.skip", 5.0),
+        of(0, "attention.sum", 7.0),
+        of(1, "input", 7.0),
+        of(1, "attention.branch", 9e6, "at least"),
+        of(1, "attention.skip", 7.5),  # something was inserted before it
+        of(1, "entropy", 0.5, measure="entropy"),
+    ]
+    changed = [5.0, 18.0, 5.0, 70.0, 70.0, 3e7, 7.5, 0.5]
+    second = [replace(r, value=v, samples=(v, v + 1)) for r, v in zip(first, changed, strict=True)]
+    this, other = Diagnosis(tuple(first)), Diagnosis(tuple(second))
+    places = [(a.block, a.position) for a, _ in this.compare(other).pairs]
+    assert places[:2] == [(0, "attention.sum"), (0, "attention.branch")]
+    assert places[-1] == (1, "attention.branch")  # two bounds
+    assert set(places) == {(r.block, r.position) for r in first} - {(0, "attention.skip"), (1, "input")}
+    chosen = this.compare(other, measure="kappa", block=1, position=("attention.branch", "attention.skip"))
+    assert {(a.block, a.position) for a, _ in chosen.pairs} == {
+        (1, "attention.branch"),
+        (1, "attention.skip"),
+    }
+    with pytest.raises(ValueError, match=r"share nothing with measure=\['rank'\]"):
+        this.compare(other, measure="rank")
 
 
 def test_compare() -> None:

@@ -328,3 +328,42 @@ def test_wrong_sweeps() -> None:
         graying_sweep(case.model(), case.input(), ())
     with pytest.raises(ValueError, match=r"eps must be in \(0, 1\], got 1.5"):
         graying_sweep(case.model(), case.input(), (1.5,))
+
+
+def test_only_the_largest_takes_few_steps() -> None:
+    case = BY_NAME["timm vit"]
+    model, x = case.model(), case.input()
+    options = {"skip": True, "method": "matrix-free", "k": 1}
+    both = jacobian_spectrum(model, x, **options)
+    few = jacobian_spectrum(model, x, ends="largest", **options)
+    assert few.steps < both.steps / 2
+    assert few.sigma_max.status == "ok"
+    assert few.sigma_max.value == pytest.approx(both.sigma_max.value, rel=1e-2)
+    assert (few.sigma_min.status, few.kappa.status) == ("at most", "at least")
+    assert few.sigma_min.value >= both.sigma_min.value
+    assert few.records()[1].note == "only the largest was asked for"
+    with pytest.raises(ValueError, match="ends must be one of largest, both, got 'smallest'"):
+        jacobian_spectrum(model, x, ends="smallest")
+
+
+@families("timm vit", "hf vit", "torchvision vit", "torch encoder pre-norm")
+def test_no_small_value_is_claimed_that_layernorm_has_made_zero(case: Case) -> None:
+    model, x = case.model(), case.input()
+    for part in case.roles:
+        true = jacobian_spectrum(model, x, part=part).smallest.values
+        for options in ({}, {"ends": "largest"}, {"max_steps": 60}):
+            found = jacobian_spectrum(model, x, part=part, method="matrix-free", **options).smallest
+            assert (found.low <= true).all()
+            assert (found.high >= true).all()
+            assert not found.converged.any()
+    # A token whose channels are all alike shows it, without a step for the smallest.
+    assert jacobian_spectrum(model, x, method="matrix-free").steps < 100
+
+
+@families("timm vit", "hf vit", "timm swin")
+def test_a_wide_jacobian_is_that_of_the_wide_model(case: Case) -> None:
+    found = jacobian_spectrum(case.model(), case.input(), skip=True, dtype=torch.float64)
+    true = jacobian_spectrum(case.model(dtype=torch.float64), case.input().double(), skip=True)
+    assert found.sigma_max.low <= true.sigma_max.value <= found.sigma_max.high
+    assert found.kappa.low <= true.kappa.value <= found.kappa.high
+    assert next(case.model().parameters()).dtype == torch.float32

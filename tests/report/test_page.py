@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import report_material as make
 from wellposed.probes.diagnosis import Diagnosis
 from wellposed.records import Record
 from wellposed.report import LIMIT, read_data, read_material, report_page
-from wellposed.report.charts import picked
+from wellposed.report.charts import Budget, Section, picked
+from wellposed.report.conditioning import conditioning_section
+from wellposed.report.density import density_section
 from wellposed.report.packing import pack, unpacked
 from wellposed.report.page import LIBRARIES
 from wellposed.report.thinning import thin
@@ -407,3 +410,60 @@ def test_the_monitor_of_a_run_says_bound_on_its_page_and_in_its_table(tmp_path: 
     assert [(row["value"], row["status"]) for row in data["training"]] == [(5.0, "ok"), (9.88e6, "at least")]
     assert [(row["kappa"], row["status"]) for row in data["conditioning"]] == [(9.88e6, "at least")]
     assert "block 0, input: kappa ≥ 9.88e6" in _text(page)
+
+
+def advice(page: str) -> str:
+    return _text(page).partition("What to try next")[2].partition("Side by side")[0]
+
+
+def entropies(value: float) -> list[Record]:
+    return [Record(measure="entropy", value=value, block=block, images=4) for block in (0, 1)]
+
+
+def test_the_advice_follows_the_evidence(tmp_path: Path) -> None:
+    """Graying acts on what enters a block; CB takes trained weights apart, and random ones need no advice."""
+
+    def page(records: list[Record], **about: Any) -> str:
+        Diagnosis(tuple(records), {"model": "vit", "images": 4, **about}).save(tmp_path / "one")
+        return advice(report_page(read_material([tmp_path / "one"])))
+
+    attention_alone = [r for r in bounded() if r.position != "attention.branch"]
+    attention_alone.append(Record(measure="kappa", value=1e5, block=0, position="attention.branch"))
+    assert "graying" not in page(attention_alone)
+    assert "--graying spectral" in page(bounded(others=2e3))
+    assert "gray_tokens" not in page(bounded(others=2e3))
+    dense = entropies(0.98)
+    assert "scaled=True, init=" in page(dense)
+    assert "broadcast" not in page(dense, random=True)
+    assert "wp.broadcast_context(model)" not in page(dense)
+
+
+def test_heat_maps_do_not_stretch_what_is_equal(tmp_path: Path) -> None:
+    records = [*bounded(), *(replace(r, value=0.9994 + 0.0001 * r.block) for r in entropies(0.9))]
+    material = read_material([tmp_path / "diagnosed"]) if of_diagnosis(tmp_path, records) else None
+    assert material is not None
+    for section, scale in ((conditioning_section, 1.0), (density_section, 0.1)):
+        made = section(material, Budget())
+        assert isinstance(made, Section)
+        low, high = made.chart.spec["layer"][0]["encoding"]["color"]["scale"]["domain"]
+        assert high - low == pytest.approx(scale)
+
+
+def test_jacobians_without_a_spectrum_have_a_table(tmp_path: Path) -> None:
+    """Those of a ViT at 224 pixels are too large; the page named the command that had made them."""
+    jacobian = Record(measure="jacobian kappa", value=9e3, block=3, position="attention", images=1)
+    page = of_diagnosis(tmp_path, [*bounded(), jacobian])
+    assert "--what jacobian" not in page.partition("id='missing'")[2].partition("</section>")[0]
+    (row,) = read_data(page)["jacobian"]
+    assert (row["block"], row["position"], row["value"]) == (3, "attention", 9e3)
+
+
+def test_line_separators_in_names_do_not_reach_the_charts(tmp_path: Path) -> None:
+    """Vega's expressions hold names as texts, and a U+2028 ends the line in the middle of one."""
+    make.write_run(tmp_path / "a\u2028b\u2029c")
+    page = report_page(read_material([tmp_path / "a\u2028b\u2029c"]))
+    found = re.search(r"id='report-data'>(.*?)</script>", page, re.DOTALL)
+    assert found
+    for separator in ("\u2028", "\u2029", "\\u2028", "\\u2029"):
+        assert separator not in found[1]
+    assert {row["run"] for row in read_data(page)["training"]} == {"a b c"}

@@ -22,6 +22,7 @@ from wellposed.train import Recipe, fit, saving
 from wellposed.train import model as builder
 from wellposed.train.data import open_data
 from wellposed.train.model import build_model
+from wellposed.train.recipe_file import read_recipe
 from wellposed.train.report import read_run
 from wellposed.train.resolve import resolve
 
@@ -265,7 +266,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path) -> None:
         ({"schedule": "plateau"}, "schedule must be one of timm's"),
         ({"warmup_epochs": 3.0}, "warmup_epochs must be less than epochs"),
         ({"data": "nowhere"}, "nowhere"),
-        ({"batch_size": 65}, "batch_size"),
+        ({"limit": 1, "mixup": 0.2}, "training images"),
         ({"eps_per_block": (0.5,), "graying": "dct", "gray_where": "blocks"}, "one value for each of the 2"),
         ({"task": "mae", "model": "swin_tiny_patch4_window7_224", "model_options": {}}, "needs a plain ViT"),
         ({"model_options": {"widht": 3}}, "widht"),
@@ -345,3 +346,13 @@ def test_pretrained_weights(tmp_path, monkeypatch) -> None:
     # Into trained weights they go as if they were not there, into fresh ones as CB.
     assert a[scale].abs().max() < 0.1
     assert (b[scale] - 0.5).abs().max() < 0.1
+
+
+def test_fewer_images_than_a_batch_lower_it_and_it_is_said(tmp_path) -> None:
+    result = run(tmp_path, limit=27, batch_size=64, accumulate=2, epochs=1, mixup=0.2)
+    assert result.status == "finished"
+    assert read_recipe(tmp_path / "recipe.toml")["batch_size"] == 24
+    notes = [line["text"] for line in read_run(tmp_path) if line["event"] == "note"]
+    assert "batch_size is 24, not 64: there are 27 training images." in notes
+    with pytest.raises(ValueError, match=r"expected at least 8 training images.*got 7"):
+        run(tmp_path / "few", limit=7, batch_size=64, accumulate=4, mixup=0.2)

@@ -15,6 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from wellposed.interrupts import uninterrupted
 
+LIBRARIES = ("timm", "torchvision", "transformers")
+"""Whose models say of themselves what they take."""
+
 _SIDE = 224  # what image models take that do not say a size
 
 

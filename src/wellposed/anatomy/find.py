@@ -87,10 +87,10 @@ def _is_more_than_local(group: _Group, kinds: dict[int, Kind]) -> bool:
 
 def refused_row(block: nn.Module, reason: str) -> BlockRow:
     """The row of a block that was seen and can be neither edited nor measured."""
-    return BlockRow(_family(block), (), no_taps(reason), refused=reason, no_token_attention=reason)
+    return BlockRow(family_of(block), (), no_taps(reason), refused=reason, no_token_attention=reason)
 
 
-def _family(block: nn.Module) -> str:
+def family_of(block: nn.Module) -> str:
     """The library, and where in it the class is: ``timm vision_transformer.Block``."""
     cls = unmarked_class(block)
     library, _, module = cls.__module__.partition(".")
@@ -203,7 +203,7 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
         return group
     taps = reader.taps()
     group.ends = reader.attention_ends
-    family = _family(group.call.module)
+    family = family_of(group.call.module)
     if reader.updates_one_token():
         taps, group.ends = no_taps(ONE_TOKEN), []
         family += ", class attention"
@@ -217,6 +217,7 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
         stream=place,
         unchained=_unchained(flow, group, roles, stream),
         no_token_attention=reader.no_token_attention(),
+        causal=any(flow.is_causal(r) for r, role in zip(residuals, roles, strict=True) if role != "ffn"),
     )
     return group
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from wellposed.anatomy.masks import READABLE, hidden_by, hides_later
 from wellposed.anatomy.trace import ADDS, HIDDEN_ADDS, Op, Trace
 
 Kind = Literal["attention", "pointwise", "mixed", "spatial", "parallel", "long"]
@@ -116,17 +117,18 @@ class Flow:
 
     def _residual(self, op: Op) -> Residual | None:
         values = self.trace.values
-        if op.name in HIDDEN_ADDS:  # a scale may stand among the operands
-            operands = [v for v in op.inputs if not self._is_learned(v)]
-        else:
-            operands = list(op.inputs)
-        if len(operands) != 2:
+        given = [value for value in op.inputs if values[value].floating and not values[value].learned]
+        if len(given) < 2 or (len(given) > 2 and op.name in ADDS):
             return None
-        left, right = operands
-        if values[left].shape != values[right].shape or not values[left].floating:
-            return None
-        if values[left].learned or values[right].learned or len(values[left].shape) < 3:
-            return None
+        for right in given[1:]:  # several only where an operation adds among other things
+            if values[given[0]].shape == values[right].shape and len(values[right].shape) >= 3:
+                found = self._sum(op, given[0], right)
+                if found is not None:
+                    return found
+        return None
+
+    def _sum(self, op: Op, left: int, right: int) -> Residual | None:
+        """The residual add of two values, in whichever order."""
         for skip, branch, is_left in ((left, right, True), (right, left, False)):
             if self._is_part_of_the_channels(skip):
                 continue
@@ -255,6 +257,11 @@ class Flow:
             for op in residual.path
             if op.name == "softmax" or self.is_product_of_tokens(op, residual.inside)
         ]
+
+    def is_causal(self, residual: Residual) -> bool:
+        """Whether the attention in a branch hides from each token those that come after it."""
+        hidden = [hidden_by(op.name, *op.details) for op in residual.path if op.name in READABLE]
+        return any(one is not None and bool(hides_later(one)) for one in hidden)
 
     def weighted(self, residual: Residual) -> list[Op]:
         """The products with weights inside a branch."""
@@ -388,11 +395,11 @@ class Flow:
                 continue
             axes.setdefault(value, self._axis(value, last))
             for out in op.outputs:
-                axis = self._moved(op, axes[value], self.shape(value), self.shape(out))
+                axis = self.moved(op, axes[value], self.shape(value), self.shape(out))
                 if axis is not None:
                     axes.setdefault(out, axis)
 
-    def _moved(self, op: Op, axis: int, before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
+    def moved(self, op: Op, axis: int, before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
         """The axis of the channels after an operation, None where it cannot be told."""
         final = len(before) - 1
         if op.name == "permute" and op.details:

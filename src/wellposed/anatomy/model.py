@@ -10,11 +10,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from wellposed.anatomy.example import given_example, made_examples
-from wellposed.anatomy.proof import is_quiet, prove, proven_row, version_of
+from wellposed.anatomy.example import LIBRARIES, given_example, made_examples
+from wellposed.anatomy.proof import (
+    is_quiet,
+    own_class,
+    prove,
+    proven_embeddings,
+    proven_row,
+    version_of,
+)
 from wellposed.anatomy.rows import BlockRow, EmbeddingRow, Layout, Position, Side, Tap
 from wellposed.anatomy.table import block_row, embedding_row, unknown_model
-from wellposed.errors import SeamError, WrappedModelError
+from wellposed.errors import SeamError, UnknownModelError, WrappedModelError
 
 BlockSelection = int | slice | Iterable[int] | None
 _ATTENTION_NAMES = ("attn", "attention", "self_attention", "self_attn")
@@ -103,10 +110,13 @@ def blocks(model: nn.Module, example: Any = None) -> list[Block]:
 
     Raises :class:`~wellposed.errors.UnknownModelError` where there is none.
     """
-    rows, is_settled = _known(model, ran=example is not None)
+    rows, unknown = _known(model, ran=example is not None)
     trouble = ""
-    if not is_settled:
-        rows, trouble = _found(model, example, rows)
+    if unknown:
+        if any(parameter.is_meta for parameter in model.parameters()):
+            _refuse_meta(model, rows, unknown)
+        else:
+            rows, trouble = _found(model, example, rows)
     if not rows:
         raise unknown_model(model, trouble)
     return [Block(index, *found) for index, found in enumerate(rows)]
@@ -124,29 +134,44 @@ def refusal(found: list[Block]) -> SeamError:
 
 def is_settled(model: nn.Module) -> bool:
     """Whether the blocks of a model are known without running it."""
-    return _known(model)[1]
+    return not _known(model)[1]
 
 
 _Rows = list[tuple[str, nn.Module, BlockRow]]
 
 
-def _known(model: nn.Module, *, ran: bool = False) -> tuple[_Rows, bool]:
-    """The blocks that are known without a run, and whether no others can be in the model.
+def _known(model: nn.Module, *, ran: bool = False) -> tuple[_Rows, list[nn.Module]]:
+    """The blocks that are known without a run, and the modules that may be others or hold some.
 
     With ``ran=True`` parts that no run has reached yet may hold others.
     """
     rows: _Rows = []
-    is_settled = True
-    done: list[str] = []
+    others: list[nn.Module] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{block}.") for block in done)
         row = block_row(module) or proven_row(module)
         if row is not None:
             rows.append((name, module, row))
-            done.append(name)
-        elif not inside:
-            is_settled = is_settled and is_quiet(module, ran=ran)
-    return rows, is_settled
+        else:
+            others.append(module)
+    # By identity: what several blocks share may be named outside of them (CoaT's position encodings).
+    within = {id(part) for _, block, _ in rows for part in block.modules()}
+    return rows, [module for module in others if id(module) not in within and not is_quiet(module, ran=ran)]
+
+
+def _refuse_meta(model: nn.Module, known: _Rows, unknown: list[nn.Module]) -> None:
+    """Raise where a model without data has parts that only a run could tell of.
+
+    What is around a known model is left to its owner, as it is on any device.
+    """
+    classes = {own_class(module) for module in unknown}
+    doubtful = {cls for cls in classes if cls.__module__.partition(".")[0] in LIBRARIES}
+    if not known or doubtful:
+        names = ", ".join(sorted(f"{cls.__name__}{version_of(cls)}" for cls in doubtful or classes))
+        raise UnknownModelError(
+            f"{type(model).__name__} is on the meta device, where it cannot be run to find its blocks, and "
+            f"holds what is not known without a run: {names}. Edit it on another device, or edit a small "
+            "model of the same classes first: what was found is kept for this process."
+        )
 
 
 def _found(model: nn.Module, example: Any, known: _Rows) -> tuple[_Rows, str]:
@@ -218,17 +243,34 @@ def no_attention(block: Block) -> str:
 def embeddings(model: nn.Module, example: Any = None) -> list[Embedding]:
     """The patch embeddings of a model. Raises where there is none that the table knows."""
     blocks(model, example)  # an unknown model gets the error about models
-    found = [
-        Embedding(name, module, row)
-        for name, module in model.named_modules()
-        if (row := embedding_row(module))
-    ]
+    found = _taught_embeddings(model) or _proven_embeddings(model)
+    if not found:
+        # Its blocks were known, so that it was not run yet.
+        for _, part, one in made_examples(model) if example is None else []:
+            prove(part, one)
+        if example is not None:
+            prove(model, given_example(model, example))
+        found = _proven_embeddings(model)
     if not found:
         raise ValueError(
             f"found no patch embedding that wellposed knows in {type(model).__name__}; "
             'gray the input of a block instead (where="blocks", blocks=0), or describe it with '
             "wellposed.anatomy.teach(MyPatchEmbedding, EmbeddingRow(...))."
         )
+    return found
+
+
+def _taught_embeddings(model: nn.Module) -> list[Embedding]:
+    found = ((name, module, embedding_row(module)) for name, module in model.named_modules())
+    return [Embedding(name, module, row) for name, module, row in found if row is not None]
+
+
+def _proven_embeddings(model: nn.Module) -> list[Embedding]:
+    """Those of the outermost parts of a model that were run."""
+    found: list[Embedding] = []
+    for name, module in model.named_modules():
+        if not any(not known.name or name.startswith(f"{known.name}.") for known in found):
+            found += [Embedding(name, module, row) for row in proven_embeddings(module)]
     return found
 
 

@@ -16,7 +16,7 @@ import types
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -26,10 +26,11 @@ from torch.utils._pytree import tree_leaves
 
 from wellposed.anatomy.example import Example, eagerly, preserved
 from wellposed.anatomy.find import Found, find_blocks, refused_row
+from wellposed.anatomy.find_embedding import find_embeddings
 from wellposed.anatomy.flow import Flow
 from wellposed.anatomy.marked import set_class
 from wellposed.anatomy.packed_query import PackedQueryAttention
-from wellposed.anatomy.rows import Add, BlockRow, Site, Tap
+from wellposed.anatomy.rows import Add, BlockRow, EmbeddingRow, Site, Tap
 from wellposed.anatomy.seam import block_joins, close_seam, is_seamed, join_name, joins, open_seam
 from wellposed.anatomy.source import wrapped_functions
 from wellposed.anatomy.trace import trace
@@ -45,6 +46,7 @@ class Proofs:
     def __init__(self) -> None:
         self.rows: dict[str, BlockRow] = {}
         self.classes: set[str] = set()  # of the blocks
+        self.embeddings: dict[str, tuple[EmbeddingRow, ...]] = {}
         self.quiet: set[str] = set()
         self.unreached: set[str] = set()
         self.tested: dict[str, list[str]] = {}
@@ -56,6 +58,9 @@ class Proofs:
         return {
             "tested": self.tested,
             "classes": sorted(self.classes),
+            "embeddings": {
+                key: [asdict(row) for row in rows] for key, rows in sorted(self.embeddings.items()) if rows
+            },
             "quiet": sorted(self.quiet),
             "unreached": sorted(self.unreached),
             "rows": dict(sorted(rows.items())),
@@ -64,6 +69,13 @@ class Proofs:
     def load(self, data: dict[str, Any]) -> None:
         self.tested |= data["tested"]
         self.classes |= set(data["classes"])
+        for key, rows in data["embeddings"].items():
+            self.embeddings[key] = tuple(
+                EmbeddingRow(
+                    **row | {"tokens": Tap(**row["tokens"] | {"paths": tuple(row["tokens"]["paths"])})}
+                )
+                for row in rows
+            )
         self.quiet |= set(data["quiet"])
         self.unreached |= set(data["unreached"])
         for key, row in data["rows"].items():
@@ -79,6 +91,10 @@ class Proofs:
                 **row
                 | {"adds": adds, "taps": taps, "substitutions": (), "unchained": tuple(row["unchained"])}
             )
+
+
+def _tap(data: dict[str, Any]) -> Tap:
+    return Tap(**data | {"paths": tuple(data["paths"])})
 
 
 @functools.cache
@@ -99,6 +115,11 @@ def proven_row(module: nn.Module) -> BlockRow | None:
     return known.rows.get(_signature(module))
 
 
+def proven_embeddings(module: nn.Module) -> tuple[EmbeddingRow, ...]:
+    """The rows of a module in a run of which tokens were seen to be made."""
+    return proofs().embeddings.get(_shallow_signature(module), ())
+
+
 def is_quiet(module: nn.Module, *, ran: bool) -> bool:
     """Whether a run has shown that a module's own methods add no skips.
 
@@ -114,13 +135,17 @@ def prove(model: nn.Module, example: Example) -> list[Found]:
     with preserved(model), eagerly(), as_built(model), torch.inference_mode(False):
         model.eval()
         seen = trace(model, example.run)
-        found = find_blocks(model, Flow(seen), example.batch)
+        flow = Flow(seen)
+        found = find_blocks(model, flow, example.batch)
+        proofs().embeddings[_shallow_signature(model)] = find_embeddings(model, flow, found, example.batch)
         usable = [block for block in found if not block.row.refused]
         calls = _run_seamed(model, usable, example, seen.output)
         adds = Counter(id(call.module) for call in seen.calls)
         found = [_as_run(block, adds[id(block.module)], calls) for block in found]
         for block in found:
-            proofs().rows[_signature(block.module)] = block.row
+            known = proofs().rows.get(signature := _signature(block.module), block.row)
+            causal = block.row.causal if known.refused or known.causal == block.row.causal else None
+            proofs().rows[signature] = replace(block.row, causal=causal)
             proofs().classes.add(_class_key(own_class(block.module)))
         within = {id(m) for block in found for m in block.module.modules()}
         for module in model.modules():
@@ -254,6 +279,13 @@ def _signature(block: nn.Module) -> str:
             continue
         parts.append((path, _class_key(cls), _settings(module)))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+def _shallow_signature(module: nn.Module) -> str:
+    """Of a whole model: its class and settings, and the classes of what it is made of."""
+    children = [(name, own_class(child).__qualname__) for name, child in module.named_children()]
+    text = repr((_class_key(own_class(module)), children))
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:

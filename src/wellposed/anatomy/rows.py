@@ -149,6 +149,8 @@ class BlockRow:
             the chain check cannot follow it.
         no_token_attention: where the attention has no rows over tokens, a sentence that says why.
         refused: of a block that can be neither edited nor measured, a sentence that says why.
+        causal: whether its tokens cannot look at those after them; None where that depends on its call, as in
+            CLIP, whose text blocks are of the class of its image blocks.
     """
 
     family: str
@@ -161,6 +163,7 @@ class BlockRow:
     older_adds: tuple[Add, ...] | None = None
     no_token_attention: str = ""
     refused: str = ""
+    causal: bool | None = False
 
     @property
     def roles(self) -> tuple[Role, ...]:

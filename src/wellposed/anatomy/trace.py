@@ -101,7 +101,7 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
         for module in model.modules():
             handles.append(module.register_forward_pre_hook(recorder.enter, with_kwargs=True))
             handles.append(module.register_forward_hook(recorder.leave, with_kwargs=True))
-        with torch.no_grad(), _without_fast_path(), recorder:
+        with torch.no_grad(), without_fast_path(), recorder:
             recorder.trace.output = run(model)
     finally:
         for handle in handles:
@@ -110,7 +110,8 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
 
 
 @contextlib.contextmanager
-def _without_fast_path() -> Iterator[None]:
+def without_fast_path() -> Iterator[None]:
+    """Inside, attention of torch.nn runs as it is written, and no batch with padding becomes a nested tensor."""
     was = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -129,6 +130,7 @@ _READ = frozenset(
         "swapaxes",
         "swapdims",
         "scaled_dot_product_attention",
+        "multi_head_attention_forward",
         "softmax",
         "getitem",
         "__getitem__",

@@ -16,13 +16,15 @@ from wellposed.bench.crossover import crossovers
 from wellposed.bench.floors import peaks_of
 from wellposed.bench.growth import AXES, GrowthRow, Measured, Point, grow, points
 from wellposed.bench.operations import METHODS, operation, spectral_code
+from wellposed.bench.peers import run_peers
 from wellposed.bench.picture import draw_growth
 from wellposed.bench.step_floors import step_floors
 from wellposed.bench.tables import growth_notes, growth_tables, steps_table, wide
 from wellposed.bench.timing import device_name, message
 from wellposed.train.recipe import Recipe
 
-PARTS = ("steps", "growth")
+PARTS = ("steps", "growth", "peers")
+"""The last on a CPU only."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,8 @@ def run(
     # Growth first: it needs no compiler, and the models of the steps would stand in its memory.
     if "growth" in what:
         run_growth(usual_growth(on, growth_options or {}), on, out, console)
+    if "peers" in what and on.type == "cpu":
+        run_peers(out, console)
     if "steps" in what:
         run_steps(usual_steps(on, steps_options or {}), on, out, console)
     if out is not None:

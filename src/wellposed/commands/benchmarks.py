@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from wellposed.commands.app import app, plain_errors
+from wellposed.commands.app import app, device_named, plain_errors
 from wellposed.commands.lists import numbers, parts
 from wellposed.files import write_text
 from wellposed.train import options
@@ -121,7 +121,7 @@ def bench_graying(
         growth = {"methods": parts(methods), "limit": limit, **sizes}
         run(
             parts(what) or PARTS,
-            device=device,
+            device=None if device is None else device_named(device),
             steps_options={**steps, "seed": seed},
             growth_options={**growth, "seed": seed},
             out=out,

@@ -1,11 +1,11 @@
 """``wellposed demo``, ``diagnose`` and ``report``."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
-from wellposed.commands.app import app, plain_errors
+from wellposed.commands.app import app, device_named, plain_errors
 from wellposed.commands.lists import numbers, parts
 from wellposed.train import options
 
@@ -80,43 +80,66 @@ def diagnose(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for diagnosis.csv, .json and .html.")] = None,
     seed: Annotated[int | None, typer.Option(help=r"Of random weights. \[default: 0]")] = None,
+    edit: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE",
+            help="Edit a model by name as training does, such as graying=spectral, eps=0.7 or "
+            "remove_skips=attention; may be repeated.",
+        ),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL_OR_RUN_OR_DIAGNOSIS",
+            help="Measure this too, unedited, or read what --out has written, and print both side by side.",
+        ),
+    ] = None,
 ) -> None:
     """Measure how ill-conditioned a model or a training run is, and print the worst blocks first."""
     with plain_errors():
-        import torch
-
         import wellposed
         from wellposed import diagnosing
         from wellposed.train.environment import environment
 
-        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if diagnosing.is_folder(model):
-            by_name = {"--pretrained": pretrained or None, "--image-size": image_size}
-            _refuse_for_a_run(by_name | {"--model-option": model_option or None, "--seed": seed})
-            target = diagnosing.trained_model(model, images, weights=weights, count=max_images, device=kind)
-        else:
-            target = diagnosing.named_model(
-                model,
-                images,
-                weights=weights,
-                pretrained=pretrained,
-                image_size=image_size,
-                options=options.model_options(model_option or ()),
-                seed=seed or 0,
-                device=kind,
+        kind, measures = device_named(device), parts(what)
+        by_name: dict[str, Any] = {
+            "weights": weights,
+            "pretrained": pretrained,
+            "image_size": image_size,
+            "options": options.model_options(model_option or ()),
+            "seed": seed or 0,
+        }
+
+        def target_of(name: str, edits: dict[str, Any]) -> diagnosing.Target:
+            if not diagnosing.is_folder(name):
+                return diagnosing.named_model(name, images, device=kind, edits=edits, **by_name)
+            given = {"--pretrained": pretrained or None, "--image-size": image_size, "--seed": seed}
+            _refuse_for_a_run(given | {"--model-option": model_option or None, "--edit": edits or None})
+            return diagnosing.trained_model(name, images, weights=weights, count=max_images, device=kind)
+
+        def measured(target: diagnosing.Target) -> wellposed.Diagnosis:
+            diagnosis = wellposed.diagnose(
+                target.model,
+                target.images,
+                what="all" if measures == ("all",) else cast(Any, measures),
+                blocks=numbers(blocks, "blocks"),
+                max_images=max_images,
+                batch_size=batch_size,
+                progress=True,
             )
-        measures: Any = parts(what)
-        diagnosis = wellposed.diagnose(
-            target.model,
-            target.images,
-            what="all" if measures == ("all",) else measures,
-            blocks=numbers(blocks, "blocks"),
-            max_images=max_images,
-            batch_size=batch_size,
-        )
-        diagnosis.about.update({**target.about, "environment": environment()})
-        diagnosis.notes.extend([*target.notes, target.about["weights"]])
+            diagnosis.about.update({**target.about, "environment": environment()})
+            diagnosis.notes.extend([*target.notes, target.about["weights"]])
+            return diagnosis
+
+        other = None
+        if compare is not None:
+            other = diagnosing.kept_diagnosis(compare) or measured(target_of(compare, {}))
+        diagnosis = measured(target_of(model, options.edits(edit or ())))
         typer.echo(str(diagnosis))
+        if other is not None:
+            assert compare is not None
+            typer.echo(f"\n{diagnosis.compare(other, (model, compare))}")
         if out is not None:
             diagnosis.save(out)
             typer.echo(f"\nwritten to {out}: diagnosis.csv, diagnosis.json, diagnosis.html")

@@ -32,7 +32,7 @@ def train(
 
     Exit code: 0 finished, 143 stopped by SIGTERM (run again to go on), 3 not finite, 1 error.
     """
-    with plain_errors():
+    with plain_errors(has_file=recipe is not None):
         made = combine({} if recipe is None else read_recipe(recipe), options.values(flags))
         if dry_run:
             typer.echo(recipe_text(made), nl=False)
@@ -68,7 +68,7 @@ def sweep(
     Run again, it goes on where it stopped.
     Exit code: 0 all finished, 1 one failed, 130 or 143 stopped by SIGINT or SIGTERM.
     """
-    with plain_errors():
+    with plain_errors(has_file=True):
         from wellposed.train.sweep import run
 
         outcome = run(

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -17,6 +18,17 @@ _ENTRIES = 2**17
 """Of the square matrices of a chunk: 1 MiB in float64."""
 
 _creating = threading.Lock()
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def constant(function: _Function) -> _Function:
+    """Have torch.compile run the function when it traces, and take what it returns for a constant.
+
+    ``torch.compiler.assume_constant_result`` does the same, but imports the compiler, which takes seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def is_traced() -> bool:

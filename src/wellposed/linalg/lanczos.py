@@ -18,7 +18,8 @@ singular vector. The same B is a Gauss quadrature of the distribution of the sin
 
 Rules that hold throughout: A has at least as many rows as columns (swap the two products of a wide one,
 the singular values are the same), and vectors are flat. A value that repeats exactly is found once: one
-start vector meets one direction of its space only.
+start vector meets one direction of its space only. So the i-th value is the i-th of the different ones, and
+where the smallest is zero nothing is claimed of those next to it.
 """
 
 # Shapes: A (rows, size), v (size,), u (rows,), B (steps, steps).
@@ -27,7 +28,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +40,10 @@ OnStep = Callable[[int, int], None]
 ROUNDING = 16
 """Times eps times the largest value: below this the arithmetic cannot tell a singular value from zero."""
 
+Ends = Literal["largest", "both"]
+
 _CHUNK = 32
-_TEST_EVERY = 10
+_TEST_EVERY = 5
 
 
 @dataclass
@@ -183,6 +186,8 @@ def extreme_singular_values(
     k: int = 5,
     tolerance: float = 1e-2,
     max_steps: int = 300,
+    ends: Ends = "both",
+    lost: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -192,6 +197,12 @@ def extreme_singular_values(
 
     Stops when every one is known to the relative ``tolerance`` or is below rounding, at ``max_steps`` at
     the latest. The two bases take 2 * steps * size numbers.
+
+    Args:
+        ends: ``"largest"`` does not wait for the smallest, which need many more steps; they are bounds then.
+        lost: (k, size) orthonormal directions that the operator may take to zero. If it takes all of them
+        below
+            rounding, so many singular values are zero, and the smallest are not waited for either.
     """
     if not 1 <= k <= size:
         raise ValueError(f"k must be within 1 and the size {size} of the operator, got {k}.")
@@ -202,28 +213,42 @@ def extreme_singular_values(
     generator = torch.Generator().manual_seed(seed)
     start = random_unit(size, like=torch.empty(0, dtype=dtype, device=device), generator=generator)
     last = min(max_steps, size)
+    remains = (
+        math.inf if lost is None or len(lost) < k else torch.stack([apply(v) for v in lost]).norm().item()
+    )
+    rounding = ROUNDING * torch.finfo(dtype).eps
     for B in itertools.islice(golub_kahan(apply, apply_adjoint, start, generator=generator), last):
         if on_step is not None:
             on_step(B.steps, last)
         if B.steps == last or (B.steps >= 2 * k and B.steps % _TEST_EVERY == 0):
-            found, is_settled = _extremes(B, k, tolerance, ROUNDING * torch.finfo(dtype).eps)
-            if is_settled:
+            found = _extremes(B, k, tolerance, rounding, remains)
+            waited_for = (found.largest,) if ends == "largest" else (found.largest, found.smallest)
+            if all(_is_settled(part, found.rounding) for part in waited_for):
                 break
     return found
 
 
-def _extremes(B: Bidiagonal, k: int, tolerance: float, rounding: float) -> tuple[ExtremeValues, bool]:
-    """What B tells of both ends, and whether more steps would tell nothing new."""
+def _is_settled(part: Estimates, rounding: float) -> bool:
+    """Whether more steps would tell nothing new."""
+    return bool((part.converged | (part.high <= 2 * rounding)).all())
+
+
+def _extremes(B: Bidiagonal, k: int, tolerance: float, rounding: float, remains: float) -> ExtremeValues:
+    """What B tells of both ends; ``remains`` is how long the operator leaves k directions together."""
     s, residuals, _ = B.ritz()
     rounding *= s[0].item()
     # Which side of a Ritz value the true one is on is known at both ends.
     largest = _estimates(s[:k], s[:k] - rounding, s[:k] + residuals[:k] + rounding, tolerance, rounding)
     low = s[-k:] - residuals[-k:] - rounding
     smallest = _estimates(s[-k:], low, s[-k:] + rounding, tolerance, rounding)
-    is_settled = all(
-        bool((part.converged | (part.high <= 2 * rounding)).all()) for part in (largest, smallest)
-    )
-    return ExtremeValues(largest, smallest, B.steps, rounding, B), is_settled
+    if remains <= rounding:
+        zero = torch.zeros_like(s[-k:])
+        smallest = Estimates(zero + remains, zero, zero + rounding, zero > 0)
+    else:
+        # Each is the i-th smallest only if those below it are known; of zeros one start finds one.
+        known = smallest.converged.flip(0).cummin(0).values.flip(0)
+        smallest = smallest._replace(low=torch.where(known, smallest.low, 0), converged=known)
+    return ExtremeValues(largest, smallest, B.steps, rounding, B)
 
 
 def _estimates(s: Tensor, low: Tensor, high: Tensor, tolerance: float, rounding: float) -> Estimates:

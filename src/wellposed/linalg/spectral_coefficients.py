@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from wellposed.linalg.eager import is_traced
+from wellposed.linalg.eager import constant, is_traced
 from wellposed.linalg.spectral_fit import fit_family, fit_power, series_at
 
 Numbers = tuple[tuple[float, ...], ...]
@@ -35,27 +35,27 @@ def chain_coefficients(
 # torch.compile runs these when it traces, and takes what they return for constants.
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _of_power(eps: float, floor: float, tolerance: float, device: torch.device) -> Tensor:
     with _disable_current_modes():
         numbers = (fit_power(eps, floor, tolerance).coefficients,)
     return _on(numbers, device)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _of_family(floor: float, tolerance: float, device: torch.device) -> Tensor:
     with _disable_current_modes():
         numbers = fit_family(floor, tolerance).table
     return _on(numbers, device)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _delta_of_power(eps: float, floor: float, tolerance: float) -> float:
     with _disable_current_modes():
         return fit_power(eps, floor, tolerance).delta
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _delta_of_family(floor: float, tolerance: float) -> float:
     with _disable_current_modes():
         return fit_family(floor, tolerance).delta

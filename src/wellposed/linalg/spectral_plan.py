@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from wellposed.linalg.eager import constant
 from wellposed.linalg.spectral_fit import check_floor
 
 Precision = Literal["auto", "float32", "float64"]
@@ -145,14 +146,14 @@ def _has_eigen(device_type: str) -> bool:
     return device_type == "cpu"
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _is_for_onnx() -> bool:
     """Whether ONNX, which has no eigendecomposition, gets the program that is being made."""
     is_exported = torch.compiler.is_exporting() or torch._C._is_tracing()
     return is_exported and torch.onnx.is_in_onnx_export()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def rounds_float32(device_type: str) -> bool:
     """Whether the user lets float32 products round to TF32 or bfloat16, in which the chain would diverge."""
     backends: Any = torch.backends
@@ -161,7 +162,7 @@ def rounds_float32(device_type: str) -> bool:
     return device_type == "cpu" and backends.mkldnn.matmul.fp32_precision in ("bf16", "tf32")
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _has_fast_float64(device: torch.device) -> bool:
     return _capability(device) in _FAST_FLOAT64
 
@@ -170,7 +171,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _has_kernels(device: torch.device) -> bool:
     if _capability(device) != _HOPPER or not _has_triton():
         return False

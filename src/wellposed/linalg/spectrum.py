@@ -1,8 +1,9 @@
 r"""Singular values, condition number and ranks of token matrices, batched, with float64 inside.
 
-On a CPU the singular values come from LAPACK, after a QR factorisation where the matrix is long. On a
-GPU a batched SVD is slow, so the condition number comes from the Gram matrix :math:`A = X X^T`: powers of
-A and of its inverse, by repeated squaring, single out the directions u of the largest and the smallest
+On a CPU the singular values are roots of the eigenvalues of the Gram matrix :math:`A = X X^T`. These have an
+error of about 1e-16 of the largest, so where kappa is above 3e4 LAPACK's SVD takes over, after a QR
+factorisation where the matrix is long. On a GPU both are slow, so the condition number comes from powers of A
+and of its inverse: repeated squaring singles out the directions u of the largest and the smallest
 singular value, and
 
 .. math::
@@ -25,17 +26,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from wellposed.linalg.eager import over_chunks
 from wellposed.linalg.precision import in_float64, without_autocast
+from wellposed.linalg.spectral_eigen import gram_matrix
 
 KAPPA_LIMIT = 3e7
 """Condition numbers are told up to here. Float32 tokens hold no more, and beyond it the Gram matrix would
 have no digit of the smallest singular value left."""
 
-GPU_TOLERANCE = 5e-3
-"""Relative error of :func:`condition_number` on a GPU."""
+GPU_TOLERANCE, CPU_TOLERANCE = 5e-3, 1e-6
+"""Relative error of :func:`condition_number` on a GPU, and on a CPU."""
 
-_SQUARINGS = 6
-_SQUARINGS_FOR_LARGEST = 7  # in bfloat16, where they are cheap
+ON_CPU = "float64 Gram eigenvalues, SVD above kappa 3e4"
+"""How singular values are computed on a CPU."""
+
+_SQUARINGS = 8
+_SQUARINGS_FOR_LARGEST = 9  # in bfloat16, where they are cheap
+_HARD_ON_CPU = 3e4  # kappa from which on the roots of the Gram matrix's eigenvalues have too few digits
 _HARD = 3e5  # kappa from which on the Gram matrix alone has too few digits
 _ENTRIES_AT_ONCE = 2**26
 _SMALL = 1e-4  # singular values below this part of the largest are computed again without it
@@ -69,16 +76,15 @@ def condition_number(
         kappas, flags = zip(*found, strict=True)
         return ConditionNumber(*(torch.cat(each).reshape(x.shape[:-2]) for each in (kappas, flags)))
     with torch.no_grad(), without_autocast(x):
-        wide = _wide(x)
-        if singular_values is not None:
-            largest, smallest = singular_values[..., 0], singular_values[..., -1]
-        elif _by_lapack(x):
-            values = _lapack_values(wide)
-            largest, smallest = values[..., 0], values[..., -1]
+        values = _cpu_values(x) if singular_values is None and _by_lapack(x) else singular_values
+        if values is not None:
+            largest, smallest, norm = values[..., 0], values[..., -1], values.square().sum(-1).sqrt()
         else:
+            wide = _wide(x)
             in_range, scale = _in_range(x, wide)
             largest, smallest = (value * scale for value in _extremes_by_squaring(in_range))
-        kappa, limit = largest / smallest, _limit(x, wide, largest, roundings)
+            norm = in_range.square().sum((-2, -1)).sqrt() * scale
+        kappa, limit = largest / smallest, _limit(x, norm, largest, roundings)
         at_least = largest.isfinite() & ~(kappa < limit)  # zero tokens too, whose kappa is 0 / 0
         return ConditionNumber(torch.where(at_least, limit, kappa), at_least)
 
@@ -92,10 +98,9 @@ def singular_values(x: Tensor) -> Tensor:
     if len(parts := _parts(x)) > 1:
         return torch.cat([singular_values(part) for part in parts]).reshape(*x.shape[:-2], -1)
     with torch.no_grad(), without_autocast(x):
-        wide = _wide(x)
         if _by_lapack(x):
-            return _lapack_values(wide)
-        in_range, scale = _in_range(x, wide)
+            return _cpu_values(x)
+        in_range, scale = _in_range(x, _wide(x))
         return _gram_values(in_range) * scale[..., None]
 
 
@@ -113,12 +118,12 @@ def stable_rank(values: Tensor) -> Tensor:
 
 def estimator(x: Tensor) -> str:
     """How :func:`condition_number` and :func:`singular_values` work for x."""
-    return "float64 SVD" if _by_lapack(x) else "float64 Gram matrix, values read off the tokens"
+    return ON_CPU if _by_lapack(x) else "float64 Gram matrix, values read off the tokens"
 
 
 def tolerance(x: Tensor) -> float:
     """Relative error of :func:`condition_number` for x."""
-    return torch.finfo(torch.float32).eps if _by_lapack(x) else GPU_TOLERANCE
+    return CPU_TOLERANCE if _by_lapack(x) else GPU_TOLERANCE
 
 
 def _by_lapack(x: Tensor) -> bool:
@@ -141,13 +146,42 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.shape[-2] <= x.shape[-1] else x.mT
 
 
-def _lapack_values(x: Tensor) -> Tensor:
+def _cpu_values(x: Tensor) -> Tensor:
+    x = x.detach().cpu()  # where MPS, which knows no float64, gets its own
+    X = x.reshape(-1, *x.shape[-2:])
+    X = X if X.shape[1] <= X.shape[2] else X.mT
+    values = X.new_empty(X.shape[:2], dtype=torch.float64)
+
+    def some(chunk: slice) -> None:
+        values[chunk] = _values(X[chunk])
+
+    over_chunks(some, len(X), X.shape[1])
+    return values.reshape(*x.shape[:-2], -1) if X.numel() else values.reshape(*x.shape[:-2], X.shape[1])
+
+
+def _values(x: Tensor) -> Tensor:
+    """Of matrices (B, n, d), n <= d."""
+    # The same numbers may be rounded otherwise where they lie otherwise in memory. With rows that begin at
+    # multiples of 64 bytes, and a copy of each Gram matrix, a matrix has one kappa wherever in a batch it is.
+    wide = torch.nn.functional.pad(x.double(), (0, -x.shape[2] % 8)).contiguous()
     # LAPACK refuses the whole batch for one NaN: bad matrices pass through it as zeros.
-    finite = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    x = torch.where(finite, x, 0)
+    finite = wide.isfinite().all(-1).all(-1)
+    if not finite.all():
+        wide = torch.where(finite[:, None, None], wide, 0)
+    in_range, scale = _in_range(x, wide)
+    eigenvalues = torch.stack([torch.linalg.eigvalsh(A) for A in gram_matrix(in_range)])
+    values = eigenvalues.flip(-1).clamp(min=0).sqrt() * scale[:, None]
+    is_hard = values[:, -1] * _HARD_ON_CPU < values[:, 0]
+    if is_hard.any():
+        values[is_hard] = _lapack_values(wide[is_hard])
+    return torch.where(finite[:, None], values, torch.nan)
+
+
+def _lapack_values(x: Tensor) -> Tensor:
     if x.shape[-1] >= 2 * x.shape[-2]:
         x = torch.linalg.qr(x.mT, mode="r").R
-    return torch.where(finite[..., 0], torch.linalg.svdvals(x), torch.nan)
+    values: Tensor = torch.linalg.svdvals(x)
+    return values
 
 
 def _in_range(x: Tensor, wide: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,7 +263,7 @@ def _dominant(A: Tensor, squarings: int, *, coarse: bool = False) -> Tensor:
     for done in range(squarings):
         A = A @ A
         # An entry is at most N^(2^k - 1) after k squarings, which float64 holds for k = 6, bfloat16 for 3.
-        A = _unit_diagonal(A) if coarse and done % 3 == 2 else A
+        A = _unit_diagonal(A) if done % (3 if coarse else 6) == 2 else A
     # The column with the largest diagonal entry has the largest share of that eigenvector.
     index = A.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
     return A.gather(-1, index.expand(*A.shape[:-1], 1))[..., :n, :].double()
@@ -246,15 +280,15 @@ def _gain(u: Tensor, x: Tensor) -> Tensor:
     return after / before.clamp(min=torch.finfo(before.dtype).tiny)
 
 
-def _limit(x: Tensor, wide: Tensor, largest: Tensor, roundings: float) -> Tensor:
-    """The largest kappa that can be told."""
+def _limit(x: Tensor, norm: Tensor, largest: Tensor, roundings: float) -> Tensor:
+    """The largest kappa that can be told; ``norm`` is Frobenius's."""
     limit = torch.full_like(largest, KAPPA_LIMIT)
     if roundings == 0:
         return limit
     # Independent errors of about u / sqrt(3) of each entry have this spectral norm.
     unit = roundings * torch.finfo(x.dtype).eps / 2
-    rows, columns = wide.shape[-2:]
-    noise = unit / 3**0.5 * (rows**-0.5 + columns**-0.5) * wide.square().sum((-2, -1)).sqrt()
+    rows, columns = x.shape[-2:]
+    noise = unit / 3**0.5 * (rows**-0.5 + columns**-0.5) * norm
     return torch.where(largest > 0, (largest / noise).clamp(max=KAPPA_LIMIT), limit)
 
 

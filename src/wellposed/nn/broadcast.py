@@ -56,8 +56,8 @@ class ContextBroadcast(nn.Module):
             start = 0.5 if init == "cb" else 0.0
             self.scale = nn.Parameter(torch.full((channels,), start, device=device, dtype=dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.broadcast(x, self.scale)
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        return functional.broadcast(x, self.scale, padding)
 
     def extra_repr(self) -> str:
         return "" if self.scale is None else f"channels={len(self.scale)}"

@@ -119,7 +119,7 @@ def gray(
     return _in_float32(lambda wide: _gray_dct(wide, eps, rescale=rescale, floor=lowest, half=half), x)
 
 
-def broadcast(x: Tensor, scale: Tensor | None = None) -> Tensor:
+def broadcast(x: Tensor, scale: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
     r"""Context Broadcasting: mix the mean token into every token.
 
     .. math::
@@ -131,6 +131,7 @@ def broadcast(x: Tensor, scale: Tensor | None = None) -> Tensor:
     Args:
         x: (..., N, D) tokens, floating point.
         scale: (D,) or a scalar; None is CB.
+        padding: (..., N), True for tokens that do not count in the mean; they get it too.
 
     >>> import torch
     >>> broadcast(torch.tensor([[0.0, 2.0], [4.0, 6.0]]))
@@ -140,11 +141,19 @@ def broadcast(x: Tensor, scale: Tensor | None = None) -> Tensor:
     _check_tokens(x)
     if scale is not None:
         _check_scale(scale, x.shape[-1])
-    return _in_float32(lambda wide: _broadcast(wide, scale), x)
+    if padding is not None and padding.shape != x.shape[:-1]:
+        raise ValueError(
+            f"padding must have one entry a token, {tuple(x.shape[:-1])}, got {tuple(padding.shape)}."
+        )
+    return _in_float32(lambda wide: _broadcast(wide, scale, padding), x)
 
 
-def _broadcast(x: Tensor, scale: Tensor | None) -> Tensor:
-    mean = x.mean(-2, keepdim=True)
+def _broadcast(x: Tensor, scale: Tensor | None, padding: Tensor | None) -> Tensor:
+    if padding is None:
+        mean = x.mean(-2, keepdim=True)
+    else:
+        keep = ~padding[..., None]
+        mean = torch.where(keep, x, 0).sum(-2, keepdim=True) / keep.sum(-2, keepdim=True).clamp(min=1)
     if scale is None:
         return (x + mean) * 0.5
     return torch.lerp(x, mean.expand_as(x), scale.to(x.dtype).expand_as(x))

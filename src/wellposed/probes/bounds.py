@@ -53,7 +53,7 @@ from wellposed.linalg.bounds import (
     product_condition_number,
 )
 from wellposed.linalg.precision import in_float64, without_autocast
-from wellposed.linalg.spectrum import ConditionNumber, condition_number, estimator, tolerance
+from wellposed.linalg.spectrum import ON_CPU, ConditionNumber, condition_number, estimator, tolerance
 from wellposed.probes.attention_maps import no_attention, watching_attention
 from wellposed.probes.conditioning import token_condition_number
 from wellposed.probes.images import first_images
@@ -317,7 +317,7 @@ class _BlockBounds:
     def _linear(
         self, measure: str, product: Tensor, norm: Tensor, bound: Tensor, remark: str, head: int | None = None
     ) -> Record:
-        where = replace(self._where(measure, "float64 SVD", head), tolerance=SLACK)
+        where = replace(self._where(measure, ON_CPU, head), tolerance=SLACK)
         return _compared(where, product_condition_number(product, norm), bound, remark)
 
     def _position(self, measure: str, bound: Tensor, remark: str) -> Record:

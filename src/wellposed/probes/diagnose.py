@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
@@ -29,6 +30,8 @@ EVERYTHING: tuple[What, ...] = get_args(What)
 DEFAULT: tuple[What, ...] = ("conditioning", "density")
 
 NTK_IMAGES = 8
+LINE_SECONDS = 15.0
+"""Between two lines of progress where there is no terminal."""
 
 
 def diagnose(
@@ -60,7 +63,7 @@ def diagnose(
         attention_images: density is measured on so many images; the others keep fused attention.
         batch_size: of the forward passes.
         transform: from a PIL image to the model's input; None is the model's own preprocessing.
-        progress: a progress bar on the terminal; None shows one if there is a terminal.
+        progress: a progress bar on the terminal, and lines where there is none; None is the bar alone.
 
     >>> import timm, torch
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
@@ -97,6 +100,8 @@ def diagnose(
             bar.say("bounds")
             records += measure_bounds(model, batches, blocks=blocks)
         if "jacobian" in chosen:
+            if blocks is None:
+                notes.append(f"The Jacobians are of block {found[0].index} alone; blocks= names others.")
             for block in found if blocks is not None else found[:1]:
                 for part, skip in itertools.product(block.row.names, (False, True)):
                     bar.say(f"Jacobian of {block.name}, {part}{' with its skip' if skip else ''}")
@@ -146,7 +151,7 @@ def _about(model: nn.Module, inner: nn.Module, records: Iterable[Record], notes:
 
 
 class _Bar:
-    """A progress bar on standard error, if there is someone to see it."""
+    """Progress on standard error: a bar on a terminal, elsewhere a line now and then if it is wanted."""
 
     def __init__(self, wanted: bool | None) -> None:
         before = random.getstate()  # rich draws a random number when it is first imported
@@ -155,9 +160,10 @@ class _Bar:
 
         random.setstate(before)
         console = Console(stderr=True)
-        shown = console.is_terminal if wanted is None else wanted
-        self.progress = Progress(console=console, transient=True, disable=not shown)
+        is_bar = console.is_terminal and wanted is not False
+        self.progress = Progress(console=console, transient=True, disable=not is_bar)
         self.task: Any = None
+        self._has_lines, self._text, self._last = bool(wanted) and not is_bar, "", time.monotonic()
 
     def __enter__(self) -> "_Bar":
         self.progress.start()
@@ -170,12 +176,22 @@ class _Bar:
         if self.task is not None:
             self.progress.remove_task(self.task)
         self.task = self.progress.add_task(text, total=total)
+        self._text = text
+        self._line("")
 
     def step(self, done: int, most: int) -> None:
         self.progress.update(self.task, completed=done, total=most)
+        self._line(f", step {done} of at most {most}")
 
     def over(self, batches: Iterable[Tensor], text: str) -> Iterator[Tensor]:
         self.say(text)
         for done, batch in enumerate(batches):
             yield batch
             self.progress.update(self.task, description=f"{text}, {done + 1} batches")
+            self._line(f", {done + 1} batches")
+
+    def _line(self, how_far: str) -> None:
+        now = time.monotonic()
+        if self._has_lines and now - self._last >= LINE_SECONDS:
+            self._last = now
+            print(f"{self._text}{how_far}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """What was measured on a model, to print, to keep and to compare."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from wellposed.probes.tables import (
     as_text,
     block_table,
     bounds_table,
+    most_changed_first,
     pair_table,
     rest_table,
+    without_repeats,
 )
 from wellposed.records import Record, read_json, write_csv, write_json
 
@@ -102,18 +104,46 @@ class Diagnosis:
         records, about = read_json(path)
         return cls(tuple(records), about)
 
-    def compare(self, other: "Diagnosis", names: tuple[str, str] = ("this", "other")) -> "Comparison":
-        """The two side by side, the largest change first."""
+    def compare(
+        self,
+        other: "Diagnosis",
+        names: tuple[str, str] = ("this", "other"),
+        *,
+        measure: str | Sequence[str] | None = None,
+        block: int | Sequence[int] | None = None,
+        position: str | Sequence[str] | None = None,
+    ) -> "Comparison":
+        """The two side by side, the largest change first.
+
+        A position whose tokens are those of one before it (a skip, the input of the next block) is skipped.
+
+        Args:
+            other: of the same measures.
+            names: of the two, for the table.
+            measure, block, position: of the records; one or several, None for all.
+        """
         if not isinstance(other, Diagnosis):
             raise TypeError(f"expected a Diagnosis to compare with, got {type(other).__name__}.")
         theirs = {record.key: record for record in other.records}
-        pairs = [(record, theirs[record.key]) for record in self.records if record.key in theirs]
+        wanted = {"measure": _several(measure), "block": _several(block), "position": _several(position)}
+        pairs = [
+            (record, theirs[record.key])
+            for record in self.records
+            if record.key in theirs
+            and all(values is None or getattr(record, name) in values for name, values in wanted.items())
+        ]
+        if not pairs and any(values is not None for values in wanted.values()):
+            asked = ", ".join(f"{name}={values}" for name, values in wanted.items() if values is not None)
+            raise ValueError(
+                f"the two diagnoses share nothing with {asked}; their measures are "
+                f"{_measures(self.records)} and {_measures(other.records)}."
+            )
         if not pairs:
             raise ValueError(
                 "the two diagnoses share no quantity: expected the same measures (what=) at the same "
                 f"blocks, got {_measures(self.records)} and {_measures(other.records)}."
             )
-        return Comparison(tuple(pairs), names)
+        return Comparison(tuple(most_changed_first(without_repeats(pairs))), names)
 
 
 @dataclass(frozen=True, repr=False)
@@ -131,6 +161,10 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         return as_html(" and ".join(self.names), [pair_table(self.pairs, self.names)], [])
+
+
+def _several(wanted: Any) -> list[Any] | None:
+    return None if wanted is None else list(wanted) if isinstance(wanted, (list, tuple, range)) else [wanted]
 
 
 def _images(about: dict[str, Any]) -> str:

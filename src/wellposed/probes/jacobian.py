@@ -18,6 +18,7 @@ length of every token. Its smallest value is then "at most" what the arithmetic 
 """
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from wellposed.interrupts import let_through, uninterrupted
 from wellposed.linalg.lanczos import (
     ROUNDING,
+    Ends,
     Estimates,
     OnStep,
     Product,
@@ -53,6 +55,7 @@ def jacobian_spectrum(
     k: int = 5,
     tolerance: float = 1e-2,
     max_steps: int = 300,
+    ends: Ends = "both",
     density: bool = False,
     density_probes: int = 4,
     density_steps: int = 40,
@@ -71,16 +74,20 @@ def jacobian_spectrum(
         tolerance: the relative error up to which a value counts as known, else it is a bound.
         max_steps: of the matrix-free method, which stops before where all 2 k values are known; each costs
             a product with the Jacobian and one with its transpose.
+        ends: ``"largest"`` stops as soon as the k largest are known, often after a tenth of the steps; of the
+            smallest and of kappa there is a bound then.
         density: the distribution of the singular values too, of the matrix-free method; from
             ``density_probes`` random vectors with ``density_steps`` steps each.
-        dtype: to compute in, float32 or float64. None is float64 for a dense one and for a model in
-            float64, else float32.
+        dtype: to compute in, the tokens too, float32 or float64. None is float64 for a dense one and for a
+            model in float64, else float32.
         seed: of the random vectors, which leave the global generators alone.
         on_step: called with the number of steps done and the most there will be.
     """
     model = plain(model)
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}.")
+    if ends not in get_args(Ends):
+        raise ValueError(f"ends must be one of {', '.join(get_args(Ends))}, got {ends!r}.")
     if dtype not in (None, torch.float32, torch.float64):
         raise ValueError(f"dtype must be float32 or float64, got {dtype}; a spectrum needs their digits.")
     if k < 1 or not tolerance > 0:
@@ -92,13 +99,13 @@ def jacobian_spectrum(
             on_step(done, most)
 
     image = first_images(images, model, 1)
-    cut = sub_block(model, image, block, part, skip=skip, dtype=dtype)
+    cut = sub_block(model, image, block, part, skip=skip, dtype=dtype, widen=True)
     size = cut.input.numel()
     is_dense = method == "dense" or (method == "auto" and size <= dense_limit)
     if dtype is None:
         dtype = _default_dtype(cut.input, is_dense)
         if cut.input.dtype != dtype:
-            cut = sub_block(model, image, block, part, skip=skip, dtype=dtype)
+            cut = sub_block(model, image, block, part, skip=skip, dtype=dtype, widen=True)
     with (
         uninterrupted(),
         torch.inference_mode(False),
@@ -115,9 +122,9 @@ def jacobian_spectrum(
             "seed": seed,
             "on_step": step,
         }
-        found = extreme_singular_values(
-            apply, apply_adjoint, size, k=k, tolerance=tolerance, max_steps=max_steps, **shared
-        )
+        shown: dict[str, Any] = {"k": k, "tolerance": tolerance, "max_steps": max_steps, "ends": ends}
+        lost = _constant_tokens(cut.input, k) if ends == "both" else None
+        found = extreme_singular_values(apply, apply_adjoint, size, lost=lost, **shown, **shared)
         if density:
             shared |= {"probes": density_probes, "steps": density_steps, "known": [found.bidiagonal]}
             spread = spectral_density(apply, apply_adjoint, size, **shared)
@@ -125,12 +132,21 @@ def jacobian_spectrum(
         cut,
         method="matrix-free",
         steps=found.steps,
+        ends=ends,
         largest=found.largest,
         smallest=found.smallest,
         rounding=found.rounding,
         singular_values=None,
         density=spread if density else None,
     )
+
+
+def _constant_tokens(x: Tensor, k: int) -> Tensor:
+    """Directions (k or fewer, size) of one token, all channels alike: LayerNorm forgets them."""
+    tokens, channels = math.prod(x.shape[:-1]), x.shape[-1]
+    one = torch.eye(tokens, dtype=x.dtype, device=x.device)[:k, :, None]
+    directions: Tensor = (one / channels**0.5).expand(-1, -1, channels).reshape(-1, x.numel())
+    return directions
 
 
 def _default_dtype(x: Tensor, is_dense: bool) -> torch.dtype:
@@ -180,6 +196,7 @@ def _dense(cut: SubBlock, k: int, tolerance: float) -> JacobianSpectrum:
         cut,
         method="dense",
         steps=0,
+        ends="both",
         largest=Estimates(*(column[:k] for column in every)),
         smallest=Estimates(*(column[-k:] for column in every)),
         rounding=rounding,

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from wellposed.linalg.lanczos import Estimates, SpectralDensity
+from wellposed.linalg.lanczos import Ends, Estimates, SpectralDensity
 from wellposed.records import Record, Status, dtype_name
 
 Method = Literal["auto", "dense", "matrix-free"]
@@ -33,6 +33,7 @@ class JacobianSpectrum:
         method: ``"dense"`` or ``"matrix-free"``.
         dtype: in which the Jacobian or its products were computed.
         steps: of the Golub-Kahan process; 0 where dense.
+        ends: ``"largest"`` where the smallest was not waited for.
         largest, smallest: both ends, descending, with error bars.
         rounding: what ``dtype`` cannot tell from zero.
         singular_values: all of them, descending, float64; None where matrix-free.
@@ -47,6 +48,7 @@ class JacobianSpectrum:
     method: Method
     dtype: torch.dtype
     steps: int
+    ends: Ends
     largest: Estimates
     smallest: Estimates
     rounding: float
@@ -121,6 +123,8 @@ class JacobianSpectrum:
             return f"the smallest is zero as far as {dtype_name(self.dtype)} can tell"
         if self.method == "dense":
             return f"the smallest is too close to the rounding of {dtype_name(self.dtype)}"
+        if self.ends == "largest":
+            return "only the largest was asked for"
         return f"the smallest has not converged in {self.steps} steps"
 
     def _record(self, measure: str, bounded: Bounded, note: str, curve: Tensor | None = None) -> Record:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
@@ -59,6 +60,7 @@ def sub_block(
     *,
     skip: bool = False,
     dtype: torch.dtype | None = None,
+    widen: bool = False,
 ) -> SubBlock:
     """Cut a sub-block out of a model, at the tokens that ``image`` gives there.
 
@@ -73,6 +75,7 @@ def sub_block(
             ...). The first role starts at the block's input, a later one at the sum before it.
         skip: of a role, whether its skip is added, also where the model has it removed.
         dtype: to compute in; None keeps the tokens'.
+        widen: run the whole model in ``dtype`` where that is wider, so that the tokens have its digits too.
     """
     model = plain(model)
     # Tensors made in inference mode could not be differentiated later.
@@ -87,6 +90,9 @@ def sub_block(
             )
         call = _captured_call(model, image.clone(), chosen)
         dtype = call.stream.dtype if dtype is None else dtype
+        if widen and dtype.itemsize > call.stream.dtype.itemsize and not _is_sharded(model):
+            with without_autocast(image):
+                call = _captured_call(_widened(model, dtype), image.to(dtype), chosen)
         call, own = call.to(dtype), _own_copy(chosen.module).to(dtype)
         start, end = _ends(own, chosen, part)
         into = call.stream if start is None else _Path(own, call, None, start, skip=None)(call.stream)
@@ -118,7 +124,18 @@ class _Call:
         return values[:positional], dict(zip(self.kwargs, values[positional:], strict=True))
 
 
-def _captured_call(model: nn.Module, image: Tensor, block: Block) -> _Call:
+def _is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _widened(model: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Any]:
+    """The model's forward with copies of its parameters and buffers in ``dtype``."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    values = {name: x.to(dtype) if x.is_floating_point() else x.clone() for name, x in tensors}
+    return lambda x: functional_call(model, values, (x,))
+
+
+def _captured_call(model: Callable[[Tensor], Any], image: Tensor, block: Block) -> _Call:
     calls: list[_Call] = []
 
     def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from wellposed.linalg import KAPPA_LIMIT
 from wellposed.linalg.bounds import VERDICTS
@@ -94,15 +95,42 @@ def bounds_table(records: Sequence[Record]) -> Table:
 
 
 def pair_table(pairs: Sequence[tuple[Record, Record]], names: tuple[str, str]) -> Table:
-    """Pairs of records and their ratio, the largest change first."""
+    """Pairs of records, as :func:`most_changed_first` sorts them, and their ratio."""
     told = [(a, b) for a, b in pairs if a.value is not None and b.value is not None]
-    told.sort(key=lambda pair: _change(*pair), reverse=True)
     rows = [(a.measure, _place(a), a.text(), b.text(), _ratio(a, b)) for a, b in told[:MOST_PAIRS]]
     titles = ("measure", "where", *names, "ratio")
     heat = tuple((None, None, _heat(a), _heat(b), None) for a, b in told[:MOST_PAIRS])
     left = len(told) - len(rows)
     caption = "the largest change first" + (f"; {left} more pairs in .pairs" if left else "")
     return Table(caption, titles, tuple(rows), heat)
+
+
+Pair = tuple[Record, Record]
+
+
+def most_changed_first(pairs: Sequence[Pair]) -> list[Pair]:
+    """Sorted by the ratio of the values; of two bounds nothing is known, and they come last."""
+    return sorted(pairs, key=lambda pair: _change(*pair), reverse=True)
+
+
+def without_repeats(pairs: Sequence[Pair]) -> list[Pair]:
+    """Without the positions whose tokens are those of a position before, in both diagnoses.
+
+    A skip carries what came before it, and the input of a block is the last sum of the one before; unless
+    something was inserted between them.
+    """
+    seen: dict[tuple[Any, ...], set[Any]] = {}
+    kept = []
+    for a, b in pairs:
+        numbers = (a.value, a.samples, a.curve, b.value, b.samples, b.curve)
+        block = a.block if a.position.endswith(".skip") else None if a.block is None else a.block - 1
+        is_stream = a.position == "input" or a.position.endswith(".skip")
+        if is_stream and numbers in seen.get((a.measure, block), ()):
+            continue
+        if a.position == "input" or a.position.endswith(".sum"):
+            seen.setdefault((a.measure, a.block), set()).add(numbers)
+        kept.append((a, b))
+    return kept
 
 
 def as_text(table: Table) -> str:
@@ -176,6 +204,9 @@ def _bar(record: Record) -> str:
 
 
 def _change(a: Record, b: Record) -> float:
+    is_unknown = a.value is None or b.value is None or a.status == b.status == "at least"
+    if is_unknown:
+        return -1.0
     if not a.value or not b.value or a.value * b.value < 0:
         return abs((a.value or 0.0) - (b.value or 0.0))
     return abs(math.log(b.value / a.value))

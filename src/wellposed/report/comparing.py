@@ -37,6 +37,12 @@ def log_worst(subject: Subject) -> float | None:
     return None if record is None else record.log
 
 
+def largest_log(subject: Subject, position: str) -> float | None:
+    """Ln kappa at a position, the largest over the blocks."""
+    logs = [r.log for r in subject.select("kappa") if r.position == position and r.head is None]
+    return max((log for log in logs if log is not None), default=None)
+
+
 def mean_log(subject: Subject, position: str) -> float | None:
     """Ln kappa at a position, the mean over the blocks."""
     logs = [r.log for r in subject.select("kappa") if r.position == position and r.head is None]

@@ -6,7 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 from wellposed.records import Record
-from wellposed.report.charts import Budget, Chart, Missing, Section, columns, finite, most_told, picked
+from wellposed.report.charts import (
+    Budget,
+    Chart,
+    Missing,
+    Section,
+    colour_range,
+    columns,
+    finite,
+    most_told,
+    picked,
+)
 from wellposed.report.subjects import Material, Subject
 
 TITLE = "Conditioning, block by block"
@@ -52,7 +62,7 @@ def conditioning_section(material: Material, budget: Budget) -> Section | Missin
         spec=heat_map(
             x=("position", "position", positions),
             y=("block", "block"),
-            colour=("ln_kappa", "ln kappa", (min(logs), max(logs))),
+            colour=("ln_kappa", "ln kappa", colour_range(logs, "ln kappa")),
             tooltips=("block", "module", "position", "kappa", "ln_kappa", "status", "low", "high"),
             mark_bounds=True,
         ),

@@ -2,7 +2,17 @@
 
 from typing import Any
 
-from wellposed.report.charts import Budget, Chart, Missing, Section, columns, distinct, finite, most_told
+from wellposed.report.charts import (
+    Budget,
+    Chart,
+    Missing,
+    Section,
+    colour_range,
+    columns,
+    distinct,
+    finite,
+    most_told,
+)
 from wellposed.report.conditioning import heat_map
 from wellposed.report.subjects import Material
 
@@ -44,7 +54,7 @@ def density_section(material: Material, budget: Budget) -> Section | Missing:
         spec=heat_map(
             x=("head", "head", heads),
             y=("block", "block"),
-            colour=("entropy", "entropy, 1 is uniform", (min(values), max(values))),
+            colour=("entropy", "entropy, 1 is uniform", colour_range(values, "entropy")),
             tooltips=("block", "head", "entropy", "low", "high"),
             ramp=True,
         ),

@@ -2,7 +2,17 @@
 
 from typing import Any
 
-from wellposed.report.charts import LOG_AXIS, Budget, Chart, Missing, Section, columns, distinct, picked
+from wellposed.report.charts import (
+    LOG_AXIS,
+    Budget,
+    Chart,
+    Missing,
+    Section,
+    columns,
+    distinct,
+    finite,
+    picked,
+)
 from wellposed.report.subjects import Material
 
 TITLE = "Jacobian spectra"
@@ -28,6 +38,8 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
                         value,
                     )
                 )
+    if not rows and (extremes := _extremes(material)):
+        return _without_spectra(extremes)
     if not rows:
         return Missing(
             TITLE,
@@ -88,3 +100,38 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
         else ""
     )
     return Section(id="jacobian", title=TITLE, words=words, chart=chart, thinned=thinned)
+
+
+def _extremes(material: Material) -> list[tuple[Any, ...]]:
+    """Of Jacobians too large for a whole spectrum, of which the ends alone were computed."""
+    return [
+        (subject.name, r.block, r.module, r.position, r.measure, finite(r.value), r.status, r.estimator)
+        for subject in material.subjects
+        for r in subject.records
+        if r.measure.startswith("jacobian ")
+    ]
+
+
+def _without_spectra(rows: list[tuple[Any, ...]]) -> Section:
+    chart = Chart(
+        columns=columns(
+            run="run",
+            block="block",
+            module="module",
+            position="sub-block",
+            measure="measure",
+            value="value",
+            status="status",
+            estimator="estimator",
+        ),
+        rows=tuple(rows),
+        spec=None,
+        describe="Extreme singular values of the Jacobians.",
+        table_open=True,
+    )
+    words = (
+        "The largest and the smallest singular value of the Jacobian of a sub-block. It is too large to "
+        "compute all of them; density=True of wellposed.probes.jacobian_spectrum estimates their "
+        "distribution, and smaller images have a whole spectrum.",
+    )
+    return Section(id="jacobian", title=TITLE, words=words, chart=chart)

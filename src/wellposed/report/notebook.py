@@ -9,6 +9,7 @@ import html
 from collections.abc import Mapping, Sequence
 
 from wellposed.records import Record
+from wellposed.report.charts import colour_range
 
 CELL, LEFT, TOP, LETTER = 24, 60, 58, 6.2
 LEAST_WIDTH = 360  # for the title
@@ -47,7 +48,7 @@ def heat_svg(
     """Rectangles, a row a block; the number of each is its tooltip. At most 64 rows are drawn."""
     rows = rows[:_MOST_ROWS]
     known = [value for value in values.values() if value is not None]
-    low, high = min(known), max(known)
+    low, high = colour_range(known, "entropy" if title.startswith("entropy") else "ln kappa")
     wide = max(CELL, *(int(LETTER * len(column)) + 8 for column in columns))
     width, height = max(LEFT + wide * len(columns) + 10, LEAST_WIDTH), TOP + CELL * len(rows) + 10
     parts = [

@@ -128,6 +128,7 @@ def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name:
         jacobians=_jacobians(records),
         provenance=provenance | environment_text(about.get("environment") or {}),
         notes=tuple(map(str, about.get("notes", []))),
+        is_random=about.get("random") is True,
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from wellposed.report.building import sections
-from wellposed.report.charts import Budget, Section, distinct
+from wellposed.report.charts import Budget, Section, colour_range, distinct
 from wellposed.report.conditioning import sorted_positions
 from wellposed.report.subjects import Material
 from wellposed.report.training import FEW
@@ -83,7 +83,7 @@ def _heat(figure: Any, section: Section, x: str, value: str, label: str, colours
     names = distinct(row["run"] for row in rows)[:MOST_PANELS]
     wide, tall = (len({row[key] for row in rows}) for key in (x, "block"))
     plots = _panels(figure, names, 1.6 + 0.34 * wide, 1.5 + 0.24 * tall)
-    numbers = [row[value] for row in rows]
+    low, high = colour_range((row[value] for row in rows), "entropy" if value == "entropy" else "ln kappa")
     image = None
     for plot, name in zip(plots, names, strict=False):
         own = [row for row in rows if row["run"] == name]
@@ -95,7 +95,7 @@ def _heat(figure: Any, section: Section, x: str, value: str, label: str, colours
         grid = np.full((len(blocks), len(columns)), np.nan)
         for row in own:
             grid[blocks.index(row["block"]), columns.index(row[x])] = row[value]
-        image = plot.imshow(grid, aspect="auto", cmap=colours, vmin=min(numbers), vmax=max(numbers))
+        image = plot.imshow(grid, aspect="auto", cmap=colours, vmin=low, vmax=high)
         turned: dict[str, Any] = {"rotation": 40, "ha": "right"} if x == "position" else {}
         plot.set_xticks(range(len(columns)), columns, fontsize=8, **turned)
         plot.set_yticks(range(len(blocks)), blocks, fontsize=8)

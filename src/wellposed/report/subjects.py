@@ -49,6 +49,7 @@ class Subject:
         measured_on: in words, where the records come from.
         jacobians: spectra that are no records.
         provenance: name -> text.
+        is_random: whether its weights were never trained.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Subject:
     jacobians: tuple[JacobianCurve, ...] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    is_random: bool = False
 
     def select(self, measure: str) -> list[Record]:
         return [record for record in self.records if record.measure == measure]

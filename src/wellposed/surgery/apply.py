@@ -1,15 +1,24 @@
 """Inserting many operations at once: all of them or, where one place is taken, none."""
 
+from collections.abc import Iterable
+
 from torch import nn
 
-from wellposed.anatomy.model import Place
+from wellposed.anatomy.model import Block, Place
 from wellposed.surgery.insertion import Inserted, insert, inserted_at
+from wellposed.surgery.padding import watch_padding
 from wellposed.surgery.record import Edits
 from wellposed.surgery.undo import edits
 
 
-def insert_all(model: nn.Module, insertions: list[tuple[Place, Inserted]]) -> Edits:
-    """Insert every operation at its place and return what that touched."""
+def insert_all(
+    model: nn.Module, insertions: list[tuple[Place, Inserted]], mixed: Iterable[Block] = ()
+) -> Edits:
+    """Insert every operation at its place and return what that touched.
+
+    Args:
+        mixed: the blocks in which one mixes tokens: they keep padding out of it.
+    """
     for place, inserted in insertions:
         if (present := inserted_at(place)) is not None:
             raise ValueError(
@@ -19,4 +28,6 @@ def insert_all(model: nn.Module, insertions: list[tuple[Place, Inserted]]) -> Ed
     before = set(edits(model))
     for place, inserted in insertions:
         insert(place, inserted)
+    for block in mixed:
+        watch_padding(block)
     return Edits(edit for edit in edits(model) if edit not in before)

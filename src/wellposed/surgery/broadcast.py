@@ -14,6 +14,10 @@ from wellposed.surgery.record import Edits
 
 BroadcastWhere = Literal["mlp.end", "mlp.middle", "mlp.start", "attention.end"]
 KIND = "broadcast_context"
+_CAUSAL = (
+    "its attention is causal, and the mean over all tokens would show each token those that come after it; "
+    "gray_tokens and remove_skips do not need the mean"
+)
 
 
 def broadcast_context(
@@ -32,7 +36,8 @@ def broadcast_context(
         where: ``"mlp.end"`` as in the paper; ``"mlp.middle"``, before the MLP's last linear layer;
             ``"mlp.start"``; ``"attention.end"``, after the output projection. In post-norm blocks
             the ends lie before the norm. The mean is over all tokens of the image, prefix tokens
-            included, also where attention sees windows.
+            included, also where attention sees windows. Padding does not count: the mask is the one that the
+            block itself is called with. Causal blocks are refused, as the mean would look into the future.
         scaled: CB_S, one learned scale a channel. Make the optimizer after this edit.
         init: where the scale starts: ``"cb"``, or ``"identity"`` for a model already trained.
         blocks: an index, a slice, several indices, or None for every block that has the position.
@@ -55,13 +60,17 @@ def broadcast_context(
     if init != "cb" and not scaled:
         raise ValueError(f"init={init!r} is for CB_S, got scaled=False; add scaled=True.")
 
-    chosen = choose(model, blocks, lambda block: block.place(where), f"{where} broadcasting", example)
+    def target(block: Block) -> Place | str:
+        return _CAUSAL if block.row.causal else block.place(where)
+
+    chosen = choose(model, blocks, target, f"{where} broadcasting", example)
     return insert_all(
         model,
         [
             (place, Inserted(_operation(block, where, scaled, init), KIND, where, place.layout))
             for block, place in chosen
         ],
+        mixed=[block for block, _ in chosen],
     )
 
 

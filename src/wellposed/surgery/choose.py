@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from wellposed.anatomy.model import Block, BlockSelection, blocks, refusal, select
+from wellposed.errors import NoMeaningError
 
 _Target = TypeVar("_Target")
 
@@ -22,7 +23,9 @@ def choose(
     example: Any = None,
 ) -> list[tuple[Block, _Target]]:
     """The selected blocks with ``target(block)``, which returns a sentence where there is none."""
-    found = [(block, target(block)) for block in select(blocks(model, example), selection)]
+    found: list[tuple[Block, _Target | str]] = [
+        (block, block.row.refused or target(block)) for block in select(blocks(model, example), selection)
+    ]
     chosen = [(block, t) for block, t in found if not isinstance(t, str)]
     refused = [(block, t) for block, t in found if isinstance(t, str)]
     if refused and (selection is not None or not chosen):
@@ -31,5 +34,8 @@ def choose(
         reasons = dict.fromkeys(f"{type(block.module).__name__}: {reason}" for block, reason in refused)
         names = ", ".join(block.name for block, _ in refused[:3])
         more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
-        raise ValueError(f"{edit} has no meaning for {names}{more} ({'; '.join(reasons)}).")
+        raise NoMeaningError(
+            f"{edit} has no meaning for {names}{more} ({'; '.join(reasons)}).",
+            tuple(dict.fromkeys(reason for _, reason in refused)),
+        )
     return chosen

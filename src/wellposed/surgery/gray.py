@@ -1,10 +1,11 @@
 """Token Graying of a model's input tokens, in place."""
 
+import warnings
 from typing import Any, Literal, get_args
 
 from torch import nn
 
-from wellposed.anatomy.model import BlockSelection, Place, embeddings, refuse_wrapped
+from wellposed.anatomy.model import Block, BlockSelection, Place, embeddings, refuse_wrapped
 from wellposed.linalg import Precision
 from wellposed.linalg.spectral_plan import DEFAULT_TOLERANCE
 from wellposed.nn import PixelGraying, TokenGraying
@@ -16,6 +17,11 @@ from wellposed.surgery.record import Edits
 
 GrayWhere = Literal["embedding", "pixels", "blocks"]
 KIND = "gray_tokens"
+_CAUSAL = (
+    "the attention of these blocks is causal, but graying is of all tokens of a text together: through the "
+    "singular vectors each token gets something of those after it, so that the loss of a language model "
+    "looks better than it is. Use it to study conditioning, not to train or to generate."
+)
 
 
 def gray_tokens(
@@ -40,7 +46,9 @@ def gray_tokens(
         method: see :func:`wellposed.nn.functional.gray`.
         where: ``"embedding"``, the patch embedding's output, before position embedding and prefix
             tokens; ``"pixels"``, the pixel patches that go into it; ``"blocks"``, the input of the
-            blocks named, prefix tokens included.
+            blocks named, prefix tokens included. Padding is kept out: the mask is the one that the block
+            is called with; in compiled or exported code it must hide nothing. In a causal model a grayed
+            token knows of later ones through the singular vectors: there is a UserWarning.
         blocks: with ``where="blocks"`` only: an index, a slice, several indices, or None for all.
         target_kappa: instead of eps, the condition number that the tokens of every image get.
         rescale, floor, tolerance, precision: see :func:`wellposed.nn.functional.gray`.
@@ -74,9 +82,13 @@ def gray_tokens(
         op = TokenGraying(eps, method, **settings)
         return Inserted(op, KIND, where, place.layout)
 
+    mixed: list[Block] = []
     if where == "blocks":
         chosen = choose(model, blocks, lambda block: block.place("block.start"), "graying its input", example)
+        mixed = [block for block, _ in chosen]
         insertions = [(place, inserted(place)) for _, place in chosen]
+        if any(block.row.causal for block in mixed):
+            warnings.warn(_CAUSAL, UserWarning, stacklevel=2)
     elif where == "embedding":
         tokens = [embedding.tokens() for embedding in embeddings(model, example)]
         insertions = [(place, inserted(place)) for place in tokens]
@@ -87,7 +99,7 @@ def gray_tokens(
             pixels = PixelGraying((height, width), eps, method, **settings)
             place = Place(name, convolution, "before", "NCHW")
             insertions.append((place, Inserted(pixels, KIND, where, layout=None)))
-    return insert_all(model, insertions)
+    return insert_all(model, insertions, mixed)
 
 
 def _patch_convolutions(model: nn.Module, example: Any) -> list[tuple[str, nn.Conv2d]]:

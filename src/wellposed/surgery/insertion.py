@@ -7,6 +7,7 @@ moves, copies, pickles and compiles with the model, and its parameters are in th
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from wellposed.anatomy.layout import from_tokens, to_tokens
@@ -14,15 +15,23 @@ from wellposed.anatomy.marked import mark, unmark
 from wellposed.anatomy.model import Place
 from wellposed.anatomy.packed_query import close_packed_query, open_packed_query
 from wellposed.anatomy.rows import Layout
+from wellposed.nn import ContextBroadcast
 
+_COMPILED = (
+    "graying in compiled or exported code got padding, and how many tokens are left is not known there; give "
+    "it texts of one length without padding, or run the model eagerly."
+)
 _CHILD = {"before": "inserted_before", "after": "inserted_after", "query": "inserted_query"}
 
 
 class Inserted(nn.Module):
     """An operation on (B, N, D) tokens that meets them in another layout.
 
-    ``layout=None`` passes the tensor as it is. Of a tuple the first element is taken.
+    ``layout=None`` passes the tensor as it is. Of a tuple the first element is taken. ``padding`` is there
+    while a block runs that was given a mask; see :mod:`wellposed.surgery.padding`.
     """
+
+    padding: Tensor | None = None
 
     def __init__(self, op: nn.Module, kind: str, where: str, layout: Layout | None) -> None:
         super().__init__()
@@ -39,7 +48,40 @@ class Inserted(nn.Module):
     def _apply_op(self, x: Tensor) -> Tensor:
         if self.layout is None:
             return cast(Tensor, self.op(x))
-        return from_tokens(self.op(to_tokens(x, self.layout)), x, self.layout)
+        tokens = to_tokens(x, self.layout)
+        out = self.op(tokens) if self.padding is None else apply_unpadded(self.op, tokens, self.padding)
+        return from_tokens(out, x, self.layout)
+
+
+def apply_unpadded(op: nn.Module, tokens: Tensor, padding: Tensor) -> Tensor:
+    """An operation on the tokens (B, N, D) of each text without its padding (B, N), which stays as it is."""
+    if tokens.shape[:-1] != padding.shape:
+        raise ValueError(
+            f"expected {tuple(padding.shape)} tokens as the mask has, got {tuple(tokens.shape[:-1])}: which of "
+            "them are padding cannot be told."
+        )
+    if isinstance(op, ContextBroadcast):
+        out: Tensor = op(tokens, padding)
+        return out
+    if torch.compiler.is_compiling():
+        refuse_if(padding.any(), _COMPILED)
+        return op(tokens)  # type: ignore[no-any-return]
+    if not padding.any():
+        return op(tokens)  # type: ignore[no-any-return]
+    out, lengths = tokens.clone(), (~padding).sum(1)
+    for length in sorted(set(lengths.tolist())):
+        if length:
+            chosen = ~padding & (lengths == length)[:, None]
+            out[chosen] = op(tokens[chosen].reshape(-1, length, tokens.shape[-1])).flatten(0, 1)
+    return out
+
+
+def refuse_if(condition: Tensor | bool, message: str) -> None:
+    """Raise where a condition holds; compiled code checks it when it runs."""
+    if isinstance(condition, Tensor) and torch.compiler.is_compiling():
+        torch._assert_async(~condition, message)
+    elif condition:
+        raise ValueError(message)
 
 
 def run_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

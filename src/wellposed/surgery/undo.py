@@ -9,6 +9,7 @@ from wellposed.anatomy.model import blocks, join_names, refuse_wrapped
 from wellposed.anatomy.seam import close_seam, joins
 from wellposed.errors import UnknownModelError
 from wellposed.surgery.insertion import Inserted, take_out
+from wellposed.surgery.padding import forget_padding
 from wellposed.surgery.record import Edit, Edits
 
 
@@ -50,5 +51,6 @@ def restore(model: nn.Module) -> Edits:
     undone = edits(model)
     for module in list(model.modules()):
         take_out(module)
+        forget_padding(module)
         close_seam(module)
     return undone

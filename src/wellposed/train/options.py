@@ -84,6 +84,20 @@ def assignments(texts: Iterable[str]) -> dict[str, Any]:
     return {**parsed, "model_options": model_options(options)} if options else parsed
 
 
+def edits(texts: Iterable[str]) -> dict[str, Any]:
+    """As :func:`assignments`, of fields that are edits.
+
+    >>> edits(["graying=dct", "eps=0.9"])
+    {'graying': 'dct', 'eps': 0.9}
+    """
+    parsed = assignments(texts)
+    known = [field.name for field in dataclasses.fields(Recipe) if field.metadata["group"] == "Edits"]
+    for name in parsed:
+        if name not in known:
+            raise ValueError(f"expected an edit ({', '.join(known)}), got {name}.")
+    return parsed
+
+
 def parse(name: str, text: str) -> Any:
     """The value of a field of its text; ``none`` where the field may be None."""
     kind, may_be_none = kind_of(field_types()[name])

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from wellposed import anatomy
 from wellposed.errors import UnknownModelError
 from wellposed.train.batches import choose_placement
-from wellposed.train.batches.checks import check_batch_size, check_images, check_share
+from wellposed.train.batches.checks import check_images, check_share, with_batch_size
 from wellposed.train.checkpoint.processes import from_first, rank, several, world
 from wellposed.train.data import ImageData, open_data
 from wellposed.train.launching import join_processes, started_processes
@@ -86,10 +86,11 @@ def prepare(recipe: Recipe, accelerator: Accelerator) -> Prepared:
     recipe = _with_a_monitor_that_can_be(resolve_for(recipe, built.model), built)
     if recipe.task == "mae":
         check_mae(built.model, recipe.mask_ratio)
-    assert recipe.image_size is not None
+    recipe, notes = with_batch_size(recipe, len(data.train), world())
+    built.notes.extend(notes)
     check_share(recipe, rank(), world())
+    assert recipe.image_size is not None
     check_images(recipe, data, recipe.image_size, built.mean, built.std)
-    check_batch_size(recipe, len(data.train))
     return Prepared(recipe, data, built, recipe.image_size)
 
 

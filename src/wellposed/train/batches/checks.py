@@ -1,6 +1,7 @@
 """What batches need of a recipe and its data, told before any image is read."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from wellposed.train.data.split import ImageData
 from wellposed.train.recipe import Recipe
@@ -32,6 +33,21 @@ def check_batch_size(recipe: Recipe, images: int) -> None:
             f"batch_size must be at most the number of training images, {images}, got {recipe.batch_size}; "
             "lower batch_size."
         )
+
+
+def with_batch_size(recipe: Recipe, images: int, world: int) -> tuple[Recipe, list[str]]:
+    """The recipe with batches no larger than the set, so that an epoch has an update, and a note of that."""
+    if recipe.batch_size <= images:
+        return recipe, []
+    step = world * recipe.accumulate * (2 if recipe.mixup or recipe.cutmix else 1)
+    if images < step:
+        raise ValueError(
+            f"expected at least {step} training images, for one batch of the recipe, got {images}; add some."
+        )
+    lowered = replace(recipe, batch_size=images // step * step)
+    return lowered, [
+        f"batch_size is {lowered.batch_size}, not {recipe.batch_size}: there are {images} training images."
+    ]
 
 
 def check_images(

@@ -17,7 +17,7 @@ from rich.table import Column
 REFRESH_SECONDS = 0.25
 """Of the bar."""
 
-LINE_SECONDS = 30.0
+LINE_SECONDS = 15.0
 """A log file gets a line after so many seconds, or a tenth of the run."""
 
 

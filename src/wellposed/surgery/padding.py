@@ -1,0 +1,73 @@
+"""Keeping padding out of operations that mix tokens.
+
+A block that was given a mask tells the operations inside it which tokens are padding, by hooks that are
+functions of this module. Context Broadcasting takes the mean over the others. Graying is of each text's own
+tokens; where code is compiled or exported their number is not known, and there a mask that hides any is an error.
+"""
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from wellposed.anatomy.layout import to_tokens
+from wellposed.anatomy.masks import MaskReader, mask_reader
+from wellposed.anatomy.model import Block
+from wellposed.anatomy.rows import Layout
+from wellposed.nn import ContextBroadcast
+from wellposed.surgery.insertion import Inserted, refuse_if
+
+_NESTED = (
+    "expected tokens with a mask, got a nested tensor, which nn.TransformerEncoder makes of padded texts; "
+    "create it with enable_nested_tensor=False, or call torch.backends.mha.set_fastpath_enabled(False)."
+)
+_FUTURE = (
+    "Context Broadcasting got a causal mask: the mean over all tokens would show each token those that come "
+    "after it. wp.restore(model) takes the edit out, blocks= names those that are not causal."
+)
+
+
+def watch_padding(block: Block) -> None:
+    """Let a block tell the operations inside it which tokens are padding, from now on."""
+    module = block.module
+    if tell_padding not in module._forward_pre_hooks.values():
+        reading = block.row.stream, block.row.layout_of(module), mask_reader(module)
+        module.padding_reader = reading  # type: ignore[assignment]
+        module.register_forward_pre_hook(tell_padding, prepend=True, with_kwargs=True)
+        module.register_forward_hook(drop_padding, always_call=True)
+
+
+def tell_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a block."""
+    stream, layout, masks = cast(tuple[int, Layout, MaskReader], module.padding_reader)
+    x: Tensor = [*args, *kwargs.values()][stream]
+    if x.is_nested:
+        raise ValueError(_NESTED)
+    texts, tokens = to_tokens(x, layout).shape[:2]
+    padding = masks.padding(args, kwargs, texts, tokens)
+    future = masks.is_causal(args, kwargs, tokens)
+    for inserted in _operations(module):
+        if isinstance(inserted.op, ContextBroadcast):
+            refuse_if(future, _FUTURE)
+        inserted.padding = padding
+
+
+def drop_padding(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forward hook of a block."""
+    for inserted in _operations(module):
+        inserted.padding = None
+
+
+def forget_padding(module: nn.Module) -> None:
+    """Undo :func:`watch_padding`."""
+    if tell_padding in module._forward_pre_hooks.values():
+        del module.padding_reader
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is tell_padding]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key in [key for key, hook in module._forward_hooks.items() if hook is drop_padding]:
+        del module._forward_hooks[key]
+        module._forward_hooks_always_called.pop(key, None)
+
+
+def _operations(module: nn.Module) -> list[Inserted]:
+    return [inner for inner in module.modules() if isinstance(inner, Inserted)]

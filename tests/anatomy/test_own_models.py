@@ -1,0 +1,470 @@
+"""Models that no library has, written as people write theirs: edited with nothing taught, or refused.
+
+Every edited model is compared with the same layers written out by hand in float64, from their weights alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wellposed as wp
+from wellposed.anatomy import blocks, verify
+
+WIDTH, HEADS, TOKENS, TOLERANCE = 8, 2, 5, 1e-11
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_qkv, self.to_out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.to_qkv(x).chunk(3, dim=-1))
+        weights = (q @ k.mT * (WIDTH // HEADS) ** -0.5).softmax(dim=-1)
+        return self.to_out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class EinsumAttention(Attention):
+    """As with einops, with no module for the shapes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.to_qkv(x).reshape(*x.shape[:2], 3, HEADS, -1)
+        q, k, v = torch.einsum("b n t h d -> t b h n d", qkv)
+        dots = torch.einsum("b h i d, b h j d -> b h i j", q, k) * (WIDTH // HEADS) ** -0.5
+        out = torch.einsum("b h i j, b h j d -> b h i d", dots.softmax(dim=-1), v)
+        return self.to_out(torch.einsum("b h n d -> b n h d", out).reshape(x.shape))
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inner(x).relu())
+
+
+class Block(nn.Module):
+    """The parts; how they are added up is the subclass's."""
+
+    attention: type[Attention] = Attention
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(WIDTH), self.attention()
+        self.norm2, self.ff = nn.LayerNorm(WIDTH), FeedForward()
+
+
+class Plain(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.ff(self.norm2(x))
+
+
+class Einsum(Plain):
+    attention = EinsumAttention
+
+
+class BranchFirst(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attn(self.norm1(x)) + x
+        return self.ff(self.norm2(x)) + x
+
+
+class TorchAdd(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.add(x, self.attn(self.norm1(x)))
+        return torch.add(self.ff(self.norm2(x)), x)
+
+
+class Augmented(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.attn(self.norm1(x))
+        x += self.ff(self.norm2(x))
+        return x
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.add_(self.attn(self.norm1(x)))
+        return x.add_(self.ff(self.norm2(x)))
+
+
+class InPlaceStatement(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(self.attn(self.norm1(x)))
+        x.add_(self.ff(self.norm2(x)))
+        return x
+
+
+class Helpers(Block):
+    def mix(self, x: Tensor) -> Tensor:
+        shortcut = x
+        return shortcut + self.attn(self.norm1(x))
+
+    def feed(self, x: Tensor) -> Tensor:
+        return x + self.ff(self.norm2(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed(self.mix(x))
+
+
+class Output(nn.Module):
+    """The last layer of a branch with its skip, as in BERT."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.dense = inner
+
+    def forward(self, hidden: Tensor, given: Tensor) -> Tensor:
+        return self.dense(hidden) + given
+
+
+class InSubmodules(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn_output, self.ff_output = Output(self.attn.to_out), Output(self.ff.out)
+        self.attn.to_out = self.ff.out = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attn_output(self.attn(self.norm1(x)), x)
+        return self.ff_output(self.ff(self.norm2(x)), x)
+
+
+class Keywords(Block):
+    def forward(self, *, hidden_states: Tensor, mask: Tensor | None = None) -> tuple[Tensor, None]:
+        hidden_states = hidden_states + self.attn(self.norm1(hidden_states))
+        hidden_states = hidden_states + self.ff(self.norm2(hidden_states))
+        return hidden_states, mask
+
+
+class TupleStream(Block):
+    def forward(self, given: tuple[Tensor, int]) -> tuple[Tensor, int]:
+        x, layer = given
+        x = x + self.attn(self.norm1(x))
+        x = x + self.ff(self.norm2(x))
+        return x, layer + 1
+
+
+class Parallel(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        return x + self.attn(y) + self.ff(y)
+
+
+class Model(nn.Module):
+    def __init__(self, block: type[Block], *, shared: bool = False) -> None:
+        super().__init__()
+        first = block()
+        self.blocks = nn.ModuleList([first] if shared else [first, block()])
+        self.order = [0, 0, 0] if shared else [0, 1]
+        self.head = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.5
+        for layer, index in enumerate(self.order):
+            block = self.blocks[index]
+            if isinstance(block, Keywords):
+                x, _ = block(hidden_states=x)
+            elif isinstance(block, TupleStream):
+                x, _ = block((x, layer))
+            else:
+                x = block(x)
+        return self.head(x)
+
+
+def made(build: Callable[[], nn.Module]) -> Any:
+    """A model whose numbers hide nothing: no scale is one, no bias zero."""
+    torch.manual_seed(0)
+    model = build().double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5).add_(0.3 * (parameter.ndim < 2))
+    return model
+
+
+INPUT = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Taken before an edit, so that the reference shares nothing with it."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def norm(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def attend(x: Tensor, w: dict[str, Tensor], qkv: str, out: str) -> Tensor:
+    q, k, v = (x @ w[f"{qkv}.weight"].T).split(WIDTH, dim=-1)
+    size = WIDTH // HEADS
+    heads = []
+    for head in range(HEADS):
+        part = slice(head * size, (head + 1) * size)
+        logits = q[..., part] @ k[..., part].mT / size**0.5
+        p = logits.exp() / logits.exp().sum(-1, keepdim=True)
+        heads.append(p @ v[..., part])
+    return torch.cat(heads, -1) @ w[f"{out}.weight"].T + w[f"{out}.bias"]
+
+
+def feed(x: Tensor, w: dict[str, Tensor], inner: str, out: str) -> Tensor:
+    hidden = (x @ w[f"{inner}.weight"].T + w[f"{inner}.bias"]).clamp(min=0)
+    return hidden @ w[f"{out}.weight"].T + w[f"{out}.bias"]
+
+
+def with_context(x: Tensor) -> Tensor:
+    return (x + x.sum(1, keepdim=True) / x.shape[1]) / 2
+
+
+EDITS: dict[str, Callable[..., Any]] = {
+    "attention": lambda model: wp.remove_skips(model, "attention", example=INPUT),
+    "ffn": lambda model: wp.remove_skips(model, "ffn", example=INPUT),
+    "all": lambda model: wp.remove_skips(model, "all", example=INPUT),
+    "attention.end": lambda model: wp.broadcast_context(model, "attention.end", example=INPUT),
+    "mlp.end": lambda model: wp.broadcast_context(model, "mlp.end", example=INPUT),
+}
+
+
+def by_hand(
+    w: dict[str, Tensor], names: list[tuple[str, ...]], edit: str, *, start: float = 1.5, head: str = "head"
+) -> Tensor:
+    """A pre-norm transformer with an edit.
+
+    Args:
+        names: for each layer those of norm1, qkv, out, norm2, inner, out.
+    """
+    x = INPUT * start
+    for norm1, qkv, to_out, norm2, inner, out in names:
+        branch = attend(norm(x, w, norm1), w, qkv, to_out)
+        branch = with_context(branch) if edit == "attention.end" else branch
+        x = branch if edit in ("attention", "all") else x + branch
+        branch = feed(norm(x, w, norm2), w, inner, out)
+        branch = with_context(branch) if edit == "mlp.end" else branch
+        x = branch if edit in ("ffn", "all") else x + branch
+    return norm(x, w, head) if head else x
+
+
+def check(model: nn.Module, edit: str, reference: Callable[[str], Tensor]) -> None:
+    plain = model(INPUT.clone())
+    torch.testing.assert_close(plain, reference("nothing"), rtol=TOLERANCE, atol=TOLERANCE)
+    EDITS[edit](model)
+    edited = model(INPUT.clone())
+    torch.testing.assert_close(edited, reference(edit), rtol=TOLERANCE, atol=TOLERANCE)
+    assert (edited - plain).abs().max() > 1e-3
+    wp.restore(model)
+    assert torch.equal(model(INPUT.clone()), plain)
+
+
+WAYS = (
+    Plain,
+    Einsum,
+    BranchFirst,
+    TorchAdd,
+    Augmented,
+    InPlace,
+    Helpers,
+    InSubmodules,
+    Keywords,
+    TupleStream,
+)
+
+
+def names_of(prefix: str, cls: type[nn.Module]) -> tuple[str, ...]:
+    last = ("attn_output.dense", "ff_output.dense") if cls is InSubmodules else ("attn.to_out", "ff.out")
+    parts = ("norm1", "attn.to_qkv", last[0], "norm2", "ff.inner", last[1])
+    return tuple(f"{prefix}.{part}" for part in parts)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("cls", WAYS, ids=lambda cls: cls.__name__)
+def test_adds_written_in_any_way_are_found(cls: type[Block], edit: str) -> None:
+    model = made(lambda: Model(cls))
+    w = weights(model)
+    names = [names_of(f"blocks.{index}", cls) for index in range(2)]
+    check(model, edit, lambda edit: by_hand(w, names, edit))
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_add_whose_result_is_not_taken_is_found_or_refused(edit: str) -> None:
+    model = made(lambda: Model(InPlaceStatement))
+    w, plain = weights(model), model(INPUT.clone())
+    names = [names_of(f"blocks.{index}", InPlaceStatement) for index in range(2)]
+    try:
+        EDITS[edit](model)
+    except wp.SeamError as error:
+        assert "teach" in str(error)
+        assert torch.equal(model(INPUT.clone()), plain)
+        return
+    torch.testing.assert_close(model(INPUT.clone()), by_hand(w, names, edit), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_block_that_is_called_several_times(edit: str) -> None:
+    model = made(lambda: Model(Plain, shared=True))
+    w = weights(model)
+    check(model, edit, lambda edit: by_hand(w, [names_of("blocks.0", Plain)] * 3, edit))
+    assert len(blocks(model)) == 1
+
+
+@pytest.mark.parametrize("edit", ["all", "attention.end", "mlp.end"])
+def test_attention_and_ffn_side_by_side(edit: str) -> None:
+    model = made(lambda: Model(Parallel))
+    w = weights(model)
+
+    def reference(edit: str) -> Tensor:
+        x = INPUT * 1.5
+        for index in range(2):
+            norm1, qkv, to_out, _, inner, out = names_of(f"blocks.{index}", Parallel)
+            y = norm(x, w, norm1)
+            attended, fed = attend(y, w, qkv, to_out), feed(y, w, inner, out)
+            attended = with_context(attended) if edit == "attention.end" else attended
+            fed = with_context(fed) if edit == "mlp.end" else fed
+            x = attended + fed if edit == "all" else x + attended + fed
+        return norm(x, w, "head")
+
+    check(model, edit, reference)
+
+
+@pytest.mark.parametrize("which", ["attention", "ffn"])
+def test_one_skip_around_both_is_neither_alone(which: str) -> None:
+    model = made(lambda: Model(Parallel))
+    with pytest.raises((ValueError, wp.SeamError), match="no skip around|parallel"):
+        wp.remove_skips(model, which, example=INPUT)
+    assert not wp.edits(model)
+
+
+class InALoop(nn.Module):
+    """vit-pytorch's way: the layers are lists of two, and their skips stand in the encoder's loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList(
+                [
+                    nn.Sequential(nn.LayerNorm(WIDTH), Attention()),
+                    nn.Sequential(nn.LayerNorm(WIDTH), FeedForward()),
+                ]
+            )
+            for _ in range(2)
+        )
+        self.head = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for attn, ff in self.layers:
+            x = attn(x) + x
+            x = ff(x) + x
+        return self.head(x)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_skips_in_an_encoders_loop_are_found_or_refused(edit: str) -> None:
+    model = made(InALoop)
+    w, plain = weights(model), model(INPUT)
+    parts = ("0.0", "0.1.to_qkv", "0.1.to_out", "1.0", "1.1.inner", "1.1.out")
+    names = [tuple(f"layers.{index}.{part}" for part in parts) for index in range(2)]
+    torch.testing.assert_close(plain, by_hand(w, names, "nothing", start=1), rtol=TOLERANCE, atol=TOLERANCE)
+    try:
+        EDITS[edit](model)
+    except (wp.SeamError, ValueError) as error:
+        assert "loop" in str(error) or "teach" in str(error)
+        assert torch.equal(model(INPUT), plain)
+        return
+    expected = by_hand(w, names, edit, start=1)
+    torch.testing.assert_close(model(INPUT), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    wp.restore(model)
+    assert torch.equal(model(INPUT), plain)
+
+
+class Residual(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_sequential_of_residual_modules(edit: str) -> None:
+    def build() -> nn.Module:
+        layers = [
+            part
+            for _ in range(2)
+            for part in (
+                Residual(nn.LayerNorm(WIDTH), Attention()),
+                Residual(nn.LayerNorm(WIDTH), FeedForward()),
+            )
+        ]
+        return nn.Sequential(*layers)
+
+    model = made(build)
+    w = weights(model)
+    names = [
+        tuple(
+            f"{2 * index + half}.branch.{part}"
+            for half, part in (
+                (0, "0"), (0, "1.to_qkv"), (0, "1.to_out"), (1, "0"), (1, "1.inner"), (1, "1.out"),
+            )
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    check(model, edit, lambda edit: by_hand(w, names, edit, start=1, head=""))
+
+
+class Lambda(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor], *parts: nn.Module) -> None:
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def residual(*layers: nn.Module) -> Lambda:
+    branch = nn.Sequential(*layers)
+    return Lambda(lambda x: x + branch(x), branch)
+
+
+def closure(*layers: nn.Module) -> Lambda:
+    branch = nn.Sequential(*layers)
+
+    def add(x: Tensor) -> Tensor:
+        return x + branch(x)
+
+    return Lambda(add, branch)
+
+
+@pytest.mark.parametrize("wrap", [residual, closure])
+@pytest.mark.parametrize("edit", EDITS)
+def test_skips_in_functions_are_refused(wrap: Callable[..., Lambda], edit: str) -> None:
+    model = made(
+        lambda: nn.Sequential(
+            wrap(nn.LayerNorm(WIDTH), Attention()), wrap(nn.LayerNorm(WIDTH), FeedForward())
+        )
+    )
+    plain = model(INPUT)
+    with pytest.raises(wp.SeamError, match=r"is added in the function .*no method of a module"):
+        EDITS[edit](model)
+    assert torch.equal(model(INPUT), plain)
+
+
+def test_one_run_is_enough_for_all_edits_of_a_class() -> None:
+    """Nothing is given a second time: what was found is kept."""
+
+    class Once(Plain):
+        pass
+
+    wp.remove_skips(made(lambda: Model(Once)), "attention", example=INPUT)
+    edited = wp.broadcast_context(made(lambda: Model(Once, shared=True)), "mlp.end")
+    assert len(edited) == 1
+
+
+def test_verify_agrees() -> None:
+    model = made(lambda: Model(Plain))
+    blocks(model, example=INPUT)
+    assert verify(model, INPUT) == 4

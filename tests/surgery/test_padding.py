@@ -1,0 +1,167 @@
+"""Edits that mix tokens, on texts with padding: adding padding changes nothing, or is an error."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wellposed as wp
+from texts import bert, clip, encoder, gpt2, llama, made, naflex, patches, qwen3, texts, tokens
+
+LENGTHS = (5, 3, 5)
+Inputs = Callable[[tuple[int, ...], int], dict[str, Tensor]]
+PADDED = [(bert, texts), (naflex, patches), (encoder, tokens)]
+
+
+def output(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """What the model makes of the valid tokens."""
+    with torch.no_grad():
+        out: Any = model(inputs) if "patches" in inputs else model(**inputs)
+    out = getattr(out, "last_hidden_state", out)
+    if "patches" in inputs:
+        return out  # pooled over the valid ones
+    mask = inputs["attention_mask"].bool() if "attention_mask" in inputs else ~inputs["src_key_padding_mask"]
+    return out[mask]
+
+
+def edited(make: Callable[[], nn.Module], edit: str) -> nn.Module:
+    model = made(make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if edit == "gray":
+            wp.gray_tokens(model, 0.7, "svd", "blocks")
+        else:
+            wp.broadcast_context(model, edit, scaled=True, init="cb")
+    return model
+
+
+@pytest.mark.parametrize("edit", ["mlp.end", "mlp.middle", "attention.end", "gray"])
+@pytest.mark.parametrize(("make", "inputs"), PADDED)
+def test_more_padding_changes_nothing(make: Callable[[], nn.Module], inputs: Inputs, edit: str) -> None:
+    model = edited(make, edit)
+    plain = output(made(make), inputs(LENGTHS, 5))
+    few, many = output(model, inputs(LENGTHS, 5)), output(model, inputs(LENGTHS, 9))
+    assert (few - plain).abs().max() > 1e-3
+    torch.testing.assert_close(many, few, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("edit", ["mlp.end", "gray"])
+@pytest.mark.parametrize(("make", "inputs"), PADDED)
+def test_a_padded_text_is_as_if_it_were_alone(make: Any, inputs: Inputs, edit: str) -> None:
+    model = edited(make, edit)
+    together = output(model, inputs((5, 3), 7))
+    alone = {name: x[1:, :3] for name, x in inputs((5, 3), 7).items()}
+    without_mask = {name: x for name, x in alone.items() if "mask" not in name or name == "attention_mask"}
+    if inputs is tokens:
+        with torch.no_grad():
+            own = model(**without_mask)[0]
+    else:
+        own = output(model, alone)
+    torch.testing.assert_close(together[-len(own) :], own, rtol=0, atol=1e-9)
+
+
+def test_masks_survive_copies_and_restore_takes_the_hooks_out() -> None:
+    model = edited(bert, "mlp.end")
+    expected = output(model, texts(LENGTHS, 7))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(output(other, texts(LENGTHS, 7)), expected)
+    wp.restore(model)
+    assert torch.equal(output(model, texts(LENGTHS, 7)), output(made(bert), texts(LENGTHS, 7)))
+    plain = made(bert)
+    for (name, module), own in zip(model.named_modules(), plain.modules(), strict=True):
+        assert list(vars(module)) == list(vars(own)), name
+        assert len(module._forward_pre_hooks) == len(own._forward_pre_hooks), name
+        assert len(module._forward_hooks) == len(own._forward_hooks), name
+
+
+def test_the_mask_is_dropped_after_an_error_inside_the_block() -> None:
+    model = edited(bert, "mlp.end")
+    layer = model.encoder.layer[0]
+    handle = layer.output.dense.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**texts(LENGTHS, 7))
+    handle.remove()
+    assert all(getattr(module, "padding", None) is None for module in model.modules())
+
+
+def test_broadcasting_trains_with_padding() -> None:
+    model = edited(bert, "mlp.end").train()
+    model.config.hidden_dropout_prob = 0.0
+    out = model(**texts(LENGTHS, 7)).last_hidden_state
+    out.square().mean().backward()
+    scales = [p.grad for name, p in model.named_parameters() if name.endswith("scale")]
+    assert len(scales) == 2
+    assert all(grad is not None and grad.abs().max() > 0 for grad in scales)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("edit", ["mlp.end", "gray"])
+def test_compiled_and_exported(edit: str) -> None:
+    model = edited(bert, edit)
+    whole, padded = texts((5, 5), 5), texts((5, 3), 5)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(output(compiled, whole), output(model, whole), rtol=0, atol=1e-9)
+    exported = torch.export.export(model, (), whole).module()
+    torch.testing.assert_close(output(exported, whole), output(model, whole), rtol=0, atol=1e-9)
+    for other in (compiled, exported):
+        if edit == "gray":
+            with pytest.raises(RuntimeError, match="got padding"):
+                output(other, padded)
+        else:
+            torch.testing.assert_close(output(other, padded), output(model, padded), rtol=0, atol=1e-9)
+
+
+def test_nested_tensors_are_refused() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).eval()
+    wp.broadcast_context(model)
+    inputs = tokens(LENGTHS, 7)
+    with pytest.raises(ValueError, match="enable_nested_tensor=False"), torch.no_grad():
+        model(inputs["src"].float(), src_key_padding_mask=inputs["src_key_padding_mask"])
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, qwen3])
+def test_a_causal_model_does_not_look_into_the_future(make: Callable[[], nn.Module]) -> None:
+    model = made(make)
+    with pytest.raises(ValueError, match=r"causal.*those that come after"):
+        wp.broadcast_context(model)
+    with pytest.warns(UserWarning, match="causal"):
+        wp.gray_tokens(model, 0.7, "svd", "blocks")
+    ids = texts((6,), 6)["input_ids"]
+    changed = ids.clone()
+    changed[0, -1] = 4
+    with torch.no_grad():
+        first, second = model(ids).logits, model(changed).logits
+    assert (first[:, :-1] - second[:, :-1]).abs().max() > 1e-6  # what the warning is about
+    wp.restore(model)
+    wp.remove_skips(model, "attention", blocks=0)
+    with torch.no_grad():
+        first, second = model(ids).logits, model(changed).logits
+    torch.testing.assert_close(first[:, :-1], second[:, :-1], rtol=0, atol=1e-12)
+
+
+def test_a_causal_mask_at_run_time_is_refused() -> None:
+    model = made(encoder)
+    wp.broadcast_context(model)
+    x = tokens((5,), 5)["src"]
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    model(x)
+    for causal in (mask, mask.isinf()):
+        with pytest.raises(ValueError, match="causal mask"):
+            model(x, mask=causal)
+
+
+def test_one_class_in_a_causal_and_another_tower() -> None:
+    model = made(clip)
+    vision = [block.index for block in wp.anatomy.blocks(model) if "vision" in block.name]
+    wp.broadcast_context(model, blocks=vision)
+    inputs = texts((5, 3), 5) | {"pixel_values": torch.randn(2, 3, 32, 32, dtype=torch.float64)}
+    model(**inputs)
+    wp.restore(model)
+    wp.broadcast_context(model)
+    with pytest.raises(ValueError, match="causal mask"):
+        model(**inputs)
