@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
