@@ -127,7 +127,9 @@ def _torchvision_swin(version: int) -> Callable[[], nn.Module]:
             if version == 2
             else {}
         )
-        return swin.SwinTransformer([4, 4], 16, [2, 2], [2, 2], [4, 4], num_classes=5, **extra)
+        return swin.SwinTransformer(
+            [4, 4], 16, [2, 2], [2, 2], [4, 4], num_classes=5, stochastic_depth_prob=0.0, **extra
+        )
 
     return build
 
@@ -221,7 +223,11 @@ CASES = (
         2,
     ),
     Case("hf dinov3", _hf("DINOv3ViTModel", "DINOv3ViTConfig"), 2),
-    Case("hf beit", _hf("BeitForImageClassification", "BeitConfig", use_relative_position_bias=True), 2),
+    Case(
+        "hf beit",
+        _hf("BeitForImageClassification", "BeitConfig", use_relative_position_bias=True, drop_path_rate=0.0),
+        2,
+    ),
     Case(
         "hf swin",
         _hf(

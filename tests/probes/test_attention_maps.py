@@ -22,7 +22,7 @@ from wellposed.probes.attention_maps import (
     watching_attention,
 )
 from wellposed.probes.observe import observed
-from zoo import BY_NAME, CASES, Case, each_kind, every_family, families, output
+from zoo import BY_NAME, CASES, KINDS, Case, each_kind, every_family, families, output
 
 # (W, H, N, M) of each block
 WINDOWS = [(4, 2, 16, 16)] * 2 + [(1, 2, 16, 16)] * 2
@@ -83,6 +83,7 @@ def test_the_result_and_the_model_stay_as_they_are(case: Case) -> None:
     assert nothing_is_left()
 
 
+@pytest.mark.some_families(*KINDS)
 @with_attention
 def test_each_image_owns_its_rows(case: Case) -> None:
     model, x = case.model(), images_of(case, 3)
@@ -93,6 +94,7 @@ def test_each_image_owns_its_rows(case: Case) -> None:
             assert torch.allclose(p[index], expected[0], atol=1e-5)
 
 
+@pytest.mark.some_families(*KINDS)
 @with_attention
 def test_only_the_first_images_are_shown(case: Case) -> None:
     model, x = case.model(), images_of(case, 3)
@@ -253,6 +255,7 @@ def test_only_the_fast_path_of_inference_is_off(case: Case) -> None:
     assert nothing_is_left()
 
 
+@pytest.mark.some_families(*KINDS)
 @with_attention
 def test_large_maps_come_in_parts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = case.model(), images_of(case, 3)

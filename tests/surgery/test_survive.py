@@ -14,6 +14,13 @@ from torch.utils.checkpoint import checkpoint
 import wellposed as wp
 from zoo import BY_NAME, KINDS, Case, each_kind, every_family, families, output, some_families
 
+# For compilers and ONNX, which take seconds: a plain model, windows, class attention, convolutions, fused
+# attention with a bias (and transformers), packed parameters, images on the second axis.
+FEW = (
+    *("timm vit", "timm swin", "timm cait", "timm convmixer"),
+    *("hf beit", "torchvision vit", "torch encoder pre-norm"),
+)
+
 
 def of_one_block(case: Case) -> Case:
     """A ViT of timm, for a compiler that takes long."""
@@ -51,7 +58,7 @@ class Tensors(nn.Module):
 def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     torch.manual_seed(0)  # stochastic depth, and the jitter of DINOv3's positions in training
-    output(model, x).float().square().mean().backward()
+    output(model, x).double().square().mean().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -92,16 +99,17 @@ def test_state_dict_goes_into_a_model_edited_alike(case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.every_value  # what the edit changes, Dynamo traces; AOT only sees operations
-@each_kind
+@some_families(*FEW)
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 def test_compiles_whole_forward_and_backward(case: Case, backend: str) -> None:
     torch._dynamo.reset()
-    model, x = edited(case), case.input()
+    # In float32 the rounding of the gradients of large weights hides what is asserted.
+    model, x = edited(case, dtype=torch.float64), case.input(dtype=torch.float64)
     expected, expected_gradients = output(model, x), gradients(model, x)
     model.zero_grad()
     out = torch.compile(Tensors(model), fullgraph=True, backend=backend)(x)
     torch.testing.assert_close(out, expected)
-    out.float().square().mean().backward()
+    out.square().mean().backward()
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad, expected_gradients[name])
@@ -156,12 +164,8 @@ def without_fused_attention(model: nn.Module) -> nn.Module:
     return model
 
 
-# Where ONNX has most to translate; the others of each kind are exported for PyTorch alone.
-IN_ONNX = ("timm vit", "timm swin", "timm cait", "timm convmixer", "hf beit", "torch encoder pre-norm")
-
-
 @pytest.mark.slow
-@some_families(*(name for name in KINDS if name not in IN_ONNX))
+@some_families(*(name for name in KINDS if name not in FEW))
 def test_exports(case: Case) -> None:
     model, x = edited(case), case.input()
     program = torch.export.export(Tensors(model), (x,))
@@ -169,7 +173,7 @@ def test_exports(case: Case) -> None:
 
 
 @pytest.mark.slow
-@some_families(*IN_ONNX)
+@some_families(*FEW)
 def test_exports_and_runs_in_onnxruntime(case: Case, tmp_path) -> None:
     model, x = edited(case), case.input()
     program = torch.export.export(Tensors(model), (x,))

@@ -80,8 +80,9 @@ def _refuse_drop_path(chosen: list[Block]) -> None:
             if is_one and isinstance(rate, int | float) and rate > 0:
                 raise ValueError(
                     f"{join_names(block.name, name)} drops branches at a rate of {rate:g} in training, and "
-                    "without their skips nothing of an image remains: build the model without stochastic "
-                    "depth (timm: drop_path_rate=0), or pass allow_drop_path=True for one that is not trained."
+                    "where their skips are gone nothing of an image is left: build the model without "
+                    "stochastic depth (timm: drop_path_rate=0), or pass allow_drop_path=True for one that is "
+                    "not trained."
                 )
 
 
