@@ -90,7 +90,8 @@ def first_images(images: object, model: nn.Module, count: int) -> Batch:
     Of named inputs those of the first batch, if it has fewer.
     """
     with uninterrupted(), preserved(model):  # a DataLoader draws random numbers
-        return next(iter(image_batches(images, model, batch_size=count, limit=count)))
+        batches: Iterable[Batch] = image_batches(images, model, batch_size=count, limit=count)
+        return next(iter(batches))
 
 
 def first_image(images: object, model: nn.Module) -> Batch:
