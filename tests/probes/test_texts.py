@@ -128,7 +128,7 @@ def test_ids_alone_and_a_batch_encoding() -> None:
     model, inputs = made(bert), texts((5, 5), 5)
     expected = samples(wp.diagnose(model, inputs).records, "kappa", "input", 1)
     encoding = transformers.BatchEncoding(dict(inputs) | {"labels": torch.tensor([0, 1])})
-    for given in (inputs["input_ids"], encoding, [texts((5, 5), 5)]):
+    for given in (inputs["input_ids"], encoding, [texts((5, 5), 5)], iter([texts((5, 5), 5)])):
         assert samples(wp.diagnose(model, given).records, "kappa", "input", 1) == expected
 
 

@@ -167,7 +167,7 @@ class _Density:
             sees_one = keys < 2
             self.skips_rows |= bool((sees_one & counts).any())
             counts = counts & ~sees_one
-            self.keys |= set(keys[counts].unique().tolist())
+            self.keys |= set(keys[counts].tolist())
         else:
             self.keys.add(p.shape[-1])
         self.parts.append(_measured(p, keys, None if bool(counts.all()) else counts))

@@ -17,7 +17,7 @@ from wellposed.probes.bounds import bounds as measure_bounds
 from wellposed.probes.conditioning import ConditioningProbe
 from wellposed.probes.density import DensityProbe
 from wellposed.probes.diagnosis import Diagnosis
-from wellposed.probes.images import image_batches
+from wellposed.probes.images import Batch, image_batches
 from wellposed.probes.jacobian import jacobian_spectrum
 from wellposed.probes.named_inputs import example_of
 from wellposed.probes.ntk import ntk_spectrum
@@ -187,7 +187,7 @@ class _Bar:
         self.progress.update(self.task, completed=done, total=most)
         self._line(f", step {done} of at most {most}")
 
-    def over(self, batches: Iterable[Tensor], text: str) -> Iterator[Tensor]:
+    def over(self, batches: Iterable[Batch], text: str) -> Iterator[Batch]:
         self.say(text)
         for done, batch in enumerate(batches):
             yield batch

@@ -46,6 +46,8 @@ class Source(NamedTuple):
 
 def source_of(images: Any) -> Source:
     """Whatever a user passes as images."""
+    if isinstance(images, Source):
+        return images
     if isinstance(images, Tensor):
         return Source([images], "the tensor", True)
     if isinstance(images, (str, os.PathLike)):

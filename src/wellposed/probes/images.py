@@ -79,6 +79,8 @@ def image_batches(
         return images.again(batch_size, limit)
     if isinstance(images, NamedInputs):
         images = images.values
+    if isinstance(images, Iterator):
+        images = source_of(images)  # a look at its first item takes it
     if (source := _named_source(images, plain(model))) is not None:
         return NamedBatches(source, plain(model), batch_size, limit, DEFAULT_LIMIT)
     return ImageBatches(images, model, batch_size, limit, transform)
@@ -90,7 +92,8 @@ def first_images(images: object, model: nn.Module, count: int) -> Batch:
     Of named inputs those of the first batch, if it has fewer.
     """
     with uninterrupted(), preserved(model):  # a DataLoader draws random numbers
-        return next(iter(image_batches(images, model, batch_size=count, limit=count)))
+        batches: Iterable[Batch] = image_batches(images, model, batch_size=count, limit=count)
+        return next(iter(batches))
 
 
 def first_image(images: object, model: nn.Module) -> Batch:
@@ -105,7 +108,7 @@ def _named_source(images: object, model: nn.Module) -> Source | None:
         return source_of(images) if as_named(images, model) is not None else None
     if isinstance(images, (ImageBatches, str, os.PathLike)) or not isinstance(images, Iterable):
         return None
-    if isinstance(images, (list, tuple)):
+    if isinstance(images, (list, tuple)) and not isinstance(images, Source):
         is_named = bool(images) and isinstance(images[0], Mapping) and as_named(images[0], model) is not None
         return source_of(images) if is_named else None
     source = source_of(images)

@@ -151,7 +151,7 @@ def _singles(batches: Iterable[Batch], axis: int) -> list[Batch]:
     singles: list[Batch] = []
     for batch in batches:
         if isinstance(batch, Tensor):
-            singles += batch.split(1, axis)
+            singles += torch.split(batch, 1, axis)
         else:
             singles += [batch.take(slice(i, i + 1)).unpadded() for i in range(len(batch))]
     return singles
