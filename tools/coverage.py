@@ -341,7 +341,11 @@ def main(wanted: set[str]) -> None:
     known = {(model.library, model.name): model for model in read()}
     models = list(subjects())
     if wanted:
-        chosen = [one for one in (*models, *variants()) if {one.name, one.kind, one.library} & wanted]
+        chosen = [
+            one
+            for one in (*models, *variants())
+            if {one.name, one.name.partition(" ")[0], one.kind, one.library} & wanted
+        ]
         proven = proofs()
     else:
         chosen, proven = [*models, *variants()], Proofs()
