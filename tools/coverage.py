@@ -45,6 +45,8 @@ PROVEN = ROOT / "src" / "wellposed" / "anatomy" / "proven.json"
 PAGE = ROOT / "docs" / "coverage.md"
 LIBRARIES = ("timm", "torchvision", "transformers", "torch")
 
+UNTRIED = "not tried yet"
+
 EDITS: dict[str, Callable[..., wp.Edits]] = {
     "skip attention": partial(wp.remove_skips, which="attention"),
     "skip ffn": partial(wp.remove_skips, which="ffn"),
@@ -229,12 +231,12 @@ def page(models: list[Covered], about: dict[str, Any]) -> str:
 
 def _summary(models: list[Covered]) -> list[str]:
     def count(chosen: list[Covered], what: str) -> str:
-        good = [model for model in chosen if model.is_covered]
-        missing = ", ".join(
-            model.kind if what == "module" else model.name for model in chosen if model not in good
-        )
-        named = f"{len(good)} of {len(chosen)}"
-        return named + (f" (not {missing})" if missing else "")
+        tried = [model for model in chosen if model.trouble != UNTRIED]
+        others = [model for model in tried if not model.is_covered]
+        missing = ", ".join(model.kind if what == "module" else model.name for model in others)
+        named = f"{len(tried) - len(others)} of {len(tried)}" + (f" (not {missing})" if missing else "")
+        waiting = len(chosen) - len(tried)
+        return named + (f" tried, {waiting} still to be tried, of the" if waiting else "")
 
     timm = [m for m in models if m.library == "timm"]
     vision = [m for m in models if m.kind == "vision"]
@@ -327,7 +329,7 @@ def _work(subject: Subject) -> tuple[Covered | None, dict[str, Any]]:
 
 
 def _untried(subject: Subject) -> Covered:
-    return Covered(subject.library, subject.kind, subject.name, {}, {}, "not tried yet")
+    return Covered(subject.library, subject.kind, subject.name, {}, {}, UNTRIED)
 
 
 def _prove(subject: Subject) -> None:
@@ -341,7 +343,11 @@ def main(wanted: set[str]) -> None:
     known = {(model.library, model.name): model for model in read()}
     models = list(subjects())
     if wanted:
-        chosen = [one for one in (*models, *variants()) if {one.name, one.kind, one.library} & wanted]
+        chosen = [
+            one
+            for one in (*models, *variants())
+            if {one.name, one.name.partition(" ")[0], one.kind, one.library} & wanted
+        ]
         proven = proofs()
     else:
         chosen, proven = [*models, *variants()], Proofs()

@@ -79,6 +79,8 @@ SIDES = {
     "mobilenetv5_base": 256,
     "qwen3_vit_88m": 256,
     "sam2_hiera_tiny": 224,
+    "swin_t": 64,
+    "swin_v2_t": 64,
 }
 """Of the images for models whose own are larger, or take long."""
 
@@ -113,9 +115,9 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("cait_xxs24_224", _SMALL_VIT),
     ("xcit_nano_12_p16_224", _SMALL_VIT | {"patch_size": 16}),
     ("xcit_nano_12_p8_224", _SMALL_VIT | {"patch_size": 8}),
-    ("mixer_s32_224", {"num_blocks": 2, "embed_dim": 32, "img_size": 64}),
-    ("resmlp_12_224", {"num_blocks": 2, "embed_dim": 32, "img_size": 64}),
-    ("gmixer_12_224", {"num_blocks": 2, "embed_dim": 32, "img_size": 64}),
+    ("mixer_s32_224", {"img_size": 64}),
+    ("resmlp_12_224", {"img_size": 64}),
+    ("gmixer_12_224", {"img_size": 64}),
 )
 """Of timm, beside these: other settings of the same classes, whose proofs are shipped too."""
 
@@ -138,8 +140,8 @@ class Subject:
     def model(self) -> nn.Module:
         """The model in evaluation mode.
 
-        What is constant in a fresh one (zero heads, ones as scales) would hide what an edit does, and is drawn
-        at random.
+        What is constant in a fresh one (zero heads, ones as scales) would hide what an edit does, and is
+        drawn at random.
         """
         torch.manual_seed(0)
         model = self.build().eval()
@@ -176,7 +178,8 @@ def torchvision_subjects() -> Iterator[Subject]:
         ("video.swin_transformer", "swin3d_t"),
         ("video.mvit", "mvit_v2_s"),
     ):
-        yield Subject("torchvision", kind, name, partial(models.get_model, name))
+        options = {"image_size": 64} if name == "vit_b_16" else {}
+        yield Subject("torchvision", kind, name, partial(models.get_model, name, **options))
 
 
 _TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -350,6 +353,18 @@ TEXT_AND_SOUND: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+TRANSFORMERS_VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("ViTForImageClassification", "ViTConfig", _VISION),
+    ("DeiTForImageClassification", "DeiTConfig", _VISION),
+    ("Dinov2ForImageClassification", "Dinov2Config", _VISION | {"mlp_ratio": 2}),
+    ("Dinov2ForImageClassification", "Dinov2Config", _VISION | {"mlp_ratio": 2, "use_swiglu_ffn": True}),
+    ("BeitForImageClassification", "BeitConfig", _VISION | {"use_relative_position_bias": True}),
+    ("SwinForImageClassification", "SwinConfig", _SWIN),
+    ("SwinForImageClassification", "SwinConfig", _SWIN | {"drop_path_rate": 0.0}),
+)
+"""Of transformers, beside those of coverage: their models with a head, and other settings."""
+
+
 def transformers_subjects() -> Iterator[Subject]:
     for kind, named in (("vision", VISION), ("text and sound", TEXT_AND_SOUND)):
         for name, (model, config, settings) in named.items():
@@ -365,6 +380,8 @@ def variants() -> Iterator[Subject]:
     for name, options in VARIANTS:
         for rate in (0.0, 0.1):
             settings = options | {"drop_path_rate": rate}
-            yield Subject(
-                "timm", "variant", f"{name} {settings}", partial(timm.create_model, name, **settings)
-            )
+            build = partial(timm.create_model, name, **settings)
+            yield Subject("timm", "variant", f"{name} {settings}", build)
+    for model, config, settings in TRANSFORMERS_VARIANTS:
+        build = partial(_of_transformers, model, config, settings)
+        yield Subject("transformers", "variant", f"{model} {settings}", build)

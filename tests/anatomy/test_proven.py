@@ -91,7 +91,11 @@ def test_known_models_of_transformers_and_torchvision_need_no_run(as_shipped: li
     assert not as_shipped
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# No small model of the class, or with these settings, is among those proven.
+NOT_SHIPPED = ("timm convmixer", "timm resmlp")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name not in NOT_SHIPPED], ids=lambda case: case.name)
 def test_the_known_families_need_no_run(case: Case, as_shipped: list[nn.Module]) -> None:
     assert is_settled(case.model())
     assert not as_shipped

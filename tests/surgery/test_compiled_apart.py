@@ -47,7 +47,8 @@ def test_the_edit_is_in_the_program(edit, images) -> None:
     expected_plain = torch.compile(plain, backend="eager")(images)
     edit(edited)
     program = torch.compile(edited, backend="eager")
-    assert torch.equal(program(images), edited(images))
+    # The DCT of eager code on a CPU is an FFT, that of compiled code is two products.
+    torch.testing.assert_close(program(images), edited(images))
     assert not torch.allclose(edited(images), expected_plain, atol=1e-3)
     # And back: what was restored runs the plain program again.
     wp.restore(edited)
@@ -73,4 +74,4 @@ def test_two_edits_that_differ_in_a_number_are_two_programs(images) -> None:
     for eps in (0.3, 0.9):
         model = small_vit()
         wp.gray_tokens(model, eps, "dct")
-        assert torch.equal(torch.compile(model, backend="eager")(images), model(images))
+        torch.testing.assert_close(torch.compile(model, backend="eager")(images), model(images))
