@@ -317,7 +317,8 @@ def _work(subject: Subject) -> tuple[Covered | None, dict[str, Any]]:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     known = proofs()
-    for part in (known.rows, known.classes, known.quiet, known.unreached, known.tested):
+    parts = (known.rows, known.classes, known.embeddings, known.quiet, known.unreached, known.tested)
+    for part in parts:
         part.clear()
     try:
         covered = cover(subject) if subject.kind != "variant" else _prove(subject)

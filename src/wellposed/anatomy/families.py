@@ -1,7 +1,8 @@
-"""The table: every block class and patch embedding that the library knows.
+"""The table: what a run of a model cannot tell, and the patch embeddings of models that need no run.
 
-The README says with which versions of timm, transformers, torchvision and torch it is tested. A class
-whose source differs is refused, not guessed at (see :mod:`wellposed.anatomy.seam`).
+PyTorch's encoder layer has a fused kernel in evaluation that does both adds inside, where no run sees them.
+The embeddings name the places of known families; those of others are found by
+:mod:`wellposed.anatomy.find_embedding`.
 """
 
 from typing import cast
@@ -10,14 +11,7 @@ from torch import nn
 
 from wellposed.anatomy.rows import Add, BlockRow, EmbeddingRow, Layout, after, before, taps
 
-_NO_ATTENTION = "it mixes tokens without attention"
-_ONE_TOKEN = "it updates the class token alone, and the mean of one token is that token"
-
 _X_TWICE = (Add("attention"), Add("ffn"))
-_RESIDUAL_TWICE = (Add("attention", "residual"), Add("ffn", "residual"))
-_PLAIN = taps(attention=after("attn"))
-_HF_PLAIN = taps(attention=after("attention"))
-_TORCHVISION_MLP = (before("mlp.0"), after("mlp.4"))
 
 
 def _encoder_layer_layout(block: nn.Module) -> Layout:
