@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Exact versions of all that is installed, pip and what builds the package too.
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test quick lint types pytest docs coverage constraints clean
+.PHONY: demo test quick lint types pytest docs coverage constraints matrix newest clean
 
 demo: $(VENV)/.demo
 	$(BIN)/wellposed demo
@@ -41,6 +41,14 @@ coverage: $(VENV)/.dev
 # The newest versions that pyproject.toml allows; needs the package index and a minute.
 constraints: | $(VENV)/bin/python
 	$(BIN)/python tools/constraints.py
+
+# The oldest supported and the newest published versions of timm, transformers, torchvision and torch.
+matrix: $(VENV)/.dev
+	$(BIN)/python tools/matrix.py
+
+# The newest alone, where there are newer ones than those pinned; NEWEST=--keep-torch without a new torch.
+newest: $(VENV)/.dev
+	$(BIN)/python tools/matrix.py --newest $(NEWEST)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -4,6 +4,8 @@
 meet in one, ``@pytest.mark.every_value`` so many that each value of every parameter is in one.
 ``@each_kind`` and ``@some_families`` of zoo.py are for what is much the same in many of the families.
 ``pytest --every-setting`` runs them all.
+
+A test of one of the zoo's families is marked with the library that the family comes from.
 """
 
 from collections import defaultdict
@@ -11,6 +13,7 @@ from collections import defaultdict
 import pytest
 
 from pairwise import covering
+from zoo import BY_NAME
 
 STRENGTHS = {"every_value": 1, "pairwise": 2}
 
@@ -52,3 +55,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    for value in parameters:
+        name = getattr(value, "family", getattr(value, "name", value))  # a subject, a case, a name
+        if isinstance(name, str) and name in BY_NAME:
+            item.add_marker(pytest.mark.libraries(BY_NAME[name].library))

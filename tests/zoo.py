@@ -27,6 +27,11 @@ class Case:
     side: int = SIDE
     tokens: tuple[int, int] | None = None  # for models that take tokens (L, C), not images
 
+    @property
+    def library(self) -> str:
+        prefix = self.name.split()[0]
+        return {"hf": "transformers"}.get(prefix, prefix)
+
     def model(self, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
         torch.manual_seed(seed)
         model = self.build()
