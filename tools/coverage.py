@@ -48,9 +48,9 @@ LIBRARIES = ("timm", "torchvision", "transformers", "torch")
 UNTRIED = "not tried yet"
 
 EDITS: dict[str, Callable[..., wp.Edits]] = {
-    "skip attention": partial(wp.remove_skips, which="attention"),
-    "skip ffn": partial(wp.remove_skips, which="ffn"),
-    "skip all": partial(wp.remove_skips, which="all"),
+    "skip attention": partial(wp.remove_skips, which="attention", allow_drop_path=True),
+    "skip ffn": partial(wp.remove_skips, which="ffn", allow_drop_path=True),
+    "skip all": partial(wp.remove_skips, which="all", allow_drop_path=True),
     "gray embedding": partial(wp.gray_tokens, where="embedding"),
     "gray pixels": partial(wp.gray_tokens, where="pixels"),
     "gray blocks": partial(wp.gray_tokens, where="blocks"),

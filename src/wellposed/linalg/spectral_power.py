@@ -256,7 +256,7 @@ class _Hopper(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, coefficients, ctx.delta, ctx.rescale, _ = inputs
         ctx.mark_non_differentiable(*output[1:])
-        _, y, *chain = output
+        y, *chain = output
         ctx.save_for_backward(x, coefficients, x if ctx.rescale else y, *chain)
 
     @staticmethod
