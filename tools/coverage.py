@@ -317,8 +317,7 @@ def _work(subject: Subject) -> tuple[Covered | None, dict[str, Any]]:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     known = proofs()
-    parts = (known.rows, known.classes, known.embeddings, known.quiet, known.unreached, known.tested)
-    for part in parts:
+    for part in vars(known).values():
         part.clear()
     try:
         covered = cover(subject) if subject.kind != "variant" else _prove(subject)

@@ -44,6 +44,7 @@ class Found:
     name: str
     module: nn.Module
     row: BlockRow
+    splitter: nn.Module | None = None  # the module around it that cuts images into pieces
 
 
 @dataclass
@@ -54,6 +55,7 @@ class _Group:
     residuals: list[Residual] = field(default_factory=list)
     row: BlockRow | None = None
     refused: str = ""
+    splitter: nn.Module | None = None
     ends: list[Tap] = field(default_factory=list)  # where attention.end could be, the nearest first
 
 
@@ -67,9 +69,12 @@ def find_blocks(model: nn.Module, flow: Flow, batch: int = 1) -> list[Found]:
     main = _main_joins(flow, kinds)
     attends = any(kinds[id(r)] in ("attention", "parallel") for r in main)
     by_module: dict[int, list[BlockRow]] = {}
+    splitters: dict[int, nn.Module] = {}
     groups = [group for group in _grouped(main, kinds) if not attends or _is_more_than_local(group, kinds)]
     for group in _common_ends([_read(flow, one, attends, batch) for one in groups]):
         row = group.row or refused_row(group.call.module, group.refused)
+        if group.splitter is not None:
+            splitters[id(group.call.module)] = group.splitter
         by_module.setdefault(id(group.call.module), []).append(row)
     found = []
     for name, module in model.named_modules():
@@ -78,7 +83,7 @@ def find_blocks(model: nn.Module, flow: Flow, batch: int = 1) -> list[Found]:
             continue
         row = rows[0] if all(one == rows[0] for one in rows) else refused_row(module, _DIFFERENT)
         if set(row.roles) != {"local"}:
-            found.append(Found(name, module, row))
+            found.append(Found(name, module, row, splitters.get(id(module))))
     return found
 
 
@@ -203,6 +208,7 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
         pieces = _pieces(flow.shape(stream), batch)
     if pieces:
         group.refused = pieces
+        group.splitter = _splitter(flow, group.call, batch)
         return group
     reader = _Taps(flow, group, roles, layout, last, batch)
     if unseen := _unseen_attention(flow, group, reader.tokens):
@@ -241,6 +247,16 @@ def _is_nested(flow: Flow, residual: Residual, group: _Group) -> bool:
         return False
     outer = any(op.index == residual.op.index for r in group.residuals for op in r.path)
     return outer and _owner_call(residual) is group.call and flow.attends(residual.path, residual.inside)
+
+
+def _splitter(flow: Flow, call: Call, batch: int) -> nn.Module:
+    """The nearest module around a block that is given whole images."""
+    parent = call.parent
+    while parent is not None and parent.parent is not None:
+        if any(flow.shape(value)[:1] == (batch,) for _, value in parent.arguments):
+            break
+        parent = parent.parent
+    return parent.module if parent is not None else call.module
 
 
 def _attends_along_the_first_axis(flow: Flow, group: _Group, tokens: int) -> bool:

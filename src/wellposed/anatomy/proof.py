@@ -47,6 +47,9 @@ class Proofs:
         self.rows: dict[str, BlockRow] = {}
         self.classes: set[str] = set()  # of the blocks
         self.embeddings: dict[str, tuple[EmbeddingRow, ...]] = {}
+        # Classes that cut images into pieces, with what blocks in them see; and the blocks seen there.
+        self.splitters: dict[str, str] = {}
+        self.pieces: set[str] = set()
         self.quiet: set[str] = set()
         self.unreached: set[str] = set()
         self.tested: dict[str, list[str]] = {}
@@ -61,6 +64,8 @@ class Proofs:
             "embeddings": {
                 key: [asdict(row) for row in rows] for key, rows in sorted(self.embeddings.items()) if rows
             },
+            "splitters": dict(sorted(self.splitters.items())),
+            "pieces": sorted(self.pieces),
             "quiet": sorted(self.quiet),
             "unreached": sorted(self.unreached),
             "rows": dict(sorted(rows.items())),
@@ -79,6 +84,8 @@ class Proofs:
             self.embeddings[key] = tuple(
                 EmbeddingRow(**row | {"tokens": _tap(row["tokens"])}) for row in rows
             )
+        self.splitters |= data["splitters"]
+        self.pieces |= set(data["pieces"])
         self.quiet |= set(data["quiet"])
         self.unreached |= set(data["unreached"])
         for key, row in data["rows"].items():
@@ -117,6 +124,17 @@ def proven_row(module: nn.Module) -> BlockRow | None:
     return known.rows.get(_signature(module))
 
 
+def splits_images(module: nn.Module) -> str:
+    """What blocks inside a module see if it cuts images into pieces; empty where it is not known to."""
+    cls = own_class(module)
+    return proofs().splitters.get(_class_key(cls), "") if _may_add(cls) else ""
+
+
+def sees_pieces(module: nn.Module) -> bool:
+    """Whether a module was seen to be a block where images are cut into pieces."""
+    return bool(proofs().pieces) and _may_add(own_class(module)) and _signature(module) in proofs().pieces
+
+
 def proven_embeddings(module: nn.Module) -> tuple[EmbeddingRow, ...]:
     """The rows of a module in a run of which tokens were seen to be made."""
     return proofs().embeddings.get(_shallow_signature(module), ())
@@ -145,9 +163,14 @@ def prove(model: nn.Module, example: Example) -> list[Found]:
         adds = Counter(id(call.module) for call in seen.calls)
         found = [_as_run(block, adds[id(block.module)], calls) for block in found]
         for block in found:
+            if block.splitter is not None:  # what is around the block is to blame, not the block
+                proofs().splitters[_class_key(own_class(block.splitter))] = block.row.refused
+                proofs().pieces.add(_signature(block.module))
+                continue
             known = proofs().rows.get(signature := _signature(block.module), block.row)
-            causal = block.row.causal if known.refused or known.causal == block.row.causal else None
-            proofs().rows[signature] = replace(block.row, causal=causal)
+            row = block.row if known.refused else known
+            causal = row.causal if row.causal == block.row.causal else None
+            proofs().rows[signature] = replace(row, causal=causal)
             proofs().classes.add(_class_key(own_class(block.module)))
         within = {id(m) for block in found for m in block.module.modules()}
         for module in model.modules():
@@ -164,7 +187,7 @@ def _as_run(block: Found, ran: int, joins_ran: dict[str, int]) -> Found:
     reason = (
         f"its {len(block.row.names)} joins ran {joins_ran[block.name]} times in {ran} calls: one is in a loop"
     )
-    return Found(block.name, block.module, refused_row(block.module, reason))
+    return replace(block, row=refused_row(block.module, reason))
 
 
 def _run_seamed(model: nn.Module, found: list[Found], example: Example, expected: Any) -> dict[str, int]:
