@@ -541,7 +541,9 @@ class _Taps:
         if product.name == "multi_head_attention_forward":
             return ""
         query = self.flow.shape(product.inputs[0])
-        if query[-1] == self.tokens != query[-2]:
+        if query[-1] == self.tokens and (
+            query[-2] != self.tokens or self.flow.ends_with_tokens(product.inputs[0])
+        ):
             return OVER_CHANNELS
         fused = any(op.name == "scaled_dot_product_attention" for op in core)
         if not fused and not any(op.name == "softmax" for op in core):

@@ -341,6 +341,26 @@ class Flow:
         dims = [dim % size for dim in (given if isinstance(given, tuple | list) else [given])]
         return axes[value] not in dims and 0 not in dims
 
+    def ends_with_tokens(self, query: int) -> bool:
+        """Whether the tokens of a query, once axis 1 of what a linear layer gave, became its last axis."""
+        way: list[tuple[Op, int, int]] = []
+        value = query
+        while (maker := self.trace.values[value].maker) is not None and len(way) < 20:
+            op = self.trace.ops[maker]
+            if self.is_linear(op):
+                break
+            way.append((op, op.inputs[0], value))
+            value = op.inputs[0]
+        else:
+            return False
+        axis: int | None = 1
+        for op, before, after in reversed(way):
+            if op.name in ("unbind", "select", "__getitem__") and axis is not None:
+                axis -= len(self.shape(before)) - len(self.shape(after))  # the parts of a packed projection
+            elif axis is not None:
+                axis = self.moved(op, axis, self.shape(before), self.shape(after))
+        return axis == len(self.shape(query)) - 1
+
     def channels_last(self, residuals: Iterable[Residual]) -> dict[int, bool]:
         """Whether the channels lie on the last axis of the skips, by what acts on them; else on axis 1.
 

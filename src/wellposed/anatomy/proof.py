@@ -96,10 +96,14 @@ class Proofs:
                 (position, tap if isinstance(tap, str) else _tap(tap))
                 for position, tap in row["taps"].items()
             )
-            self.rows[key] = BlockRow(
-                **row
-                | {"adds": adds, "taps": taps, "substitutions": (), "unchained": tuple(row["unchained"])}
-            )
+            tuples = {"adds": adds, "taps": taps, "substitutions": (), "unchained": tuple(row["unchained"])}
+            self.add(key, BlockRow(**row | tuples))
+
+    def add(self, key: str, row: BlockRow) -> None:
+        """Remember a row. One that is known stays, but for what only a causal mask would show."""
+        known = self.rows.get(key, row)
+        kept = row if known.refused else known
+        self.rows[key] = replace(kept, causal=kept.causal if kept.causal == row.causal else None)
 
 
 def _tap(data: dict[str, Any]) -> Tap:
@@ -167,10 +171,7 @@ def prove(model: nn.Module, example: Example) -> list[Found]:
                 proofs().splitters[_class_key(own_class(block.splitter))] = block.row.refused
                 proofs().pieces.add(_signature(block.module))
                 continue
-            known = proofs().rows.get(signature := _signature(block.module), block.row)
-            row = block.row if known.refused else known
-            causal = row.causal if row.causal == block.row.causal else None
-            proofs().rows[signature] = replace(row, causal=causal)
+            proofs().add(_signature(block.module), block.row)
             proofs().classes.add(_class_key(own_class(block.module)))
         within = {id(m) for block in found for m in block.module.modules()}
         for module in model.modules():

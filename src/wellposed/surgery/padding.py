@@ -39,9 +39,10 @@ def watch_padding(block: Block) -> None:
 def tell_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a block."""
     stream, layout, masks = cast(tuple[int, Layout, MaskReader], module.padding_reader)
-    x: Tensor = [*args, *kwargs.values()][stream]
+    given = [*args, *kwargs.values()][stream]
+    x: Tensor = given[0] if isinstance(given, tuple) else given
     if x.is_nested:
-        raise ValueError(_NESTED)
+        raise TypeError(_NESTED)
     texts, tokens = to_tokens(x, layout).shape[:2]
     padding = masks.padding(args, kwargs, texts, tokens)
     future = masks.is_causal(args, kwargs, tokens)
