@@ -169,7 +169,8 @@ def without_fused_attention(model: nn.Module) -> nn.Module:
 def test_exports(case: Case) -> None:
     model, x = edited(case), case.input()
     program = torch.export.export(Tensors(model), (x,))
-    torch.testing.assert_close(program.module()(x), output(model, x))
+    # The DCT of a program is two products, that of eager code on a CPU an FFT.
+    torch.testing.assert_close(program.module()(x), output(model, x), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -177,7 +178,8 @@ def test_exports(case: Case) -> None:
 def test_exports_and_runs_in_onnxruntime(case: Case, tmp_path) -> None:
     model, x = edited(case), case.input()
     program = torch.export.export(Tensors(model), (x,))
-    torch.testing.assert_close(program.module()(x), output(model, x))
+    # The DCT of a program is two products, that of eager code on a CPU an FFT.
+    torch.testing.assert_close(program.module()(x), output(model, x), rtol=1e-5, atol=1e-4)
     if case.name in ("timm beit", "hf beit", "hf swin"):
         # PyTorch's exporter fails on fused attention with a bias, in the unedited models too.
         model = without_fused_attention(model)

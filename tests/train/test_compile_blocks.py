@@ -29,7 +29,7 @@ def test_a_run_is_that_of_the_uncompiled_model(tmp_path) -> None:
     found, expected = weights(tmp_path / "blocks"), weights(tmp_path / "plain")
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.allclose(found[name], value, atol=2e-5), name
+        assert torch.allclose(found[name], value, atol=1e-4), name  # an FFT against two products
     measured = [
         [line for line in read_run(tmp_path / name) if line["event"] == "monitor"]
         for name in ("plain", "blocks")

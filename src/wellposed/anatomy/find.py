@@ -70,7 +70,11 @@ def find_blocks(model: nn.Module, flow: Flow, batch: int = 1) -> list[Found]:
     attends = any(kinds[id(r)] in ("attention", "parallel") for r in main)
     by_module: dict[int, list[BlockRow]] = {}
     splitters: dict[int, nn.Module] = {}
-    groups = [group for group in _grouped(main, kinds) if not attends or _is_more_than_local(group, kinds)]
+    groups = [
+        group
+        for group in _grouped(main, kinds)
+        if (_is_more_than_local(group, kinds) if attends else _is_no_plain_convolution(flow, group))
+    ]
     for group in _common_ends([_read(flow, one, attends, batch) for one in groups]):
         row = group.row or refused_row(group.call.module, group.refused)
         if group.splitter is not None:
@@ -89,6 +93,11 @@ def find_blocks(model: nn.Module, flow: Flow, batch: int = 1) -> list[Found]:
 
 def _is_more_than_local(group: _Group, kinds: dict[int, Kind]) -> bool:
     return any(kinds[id(residual)] != "spatial" for residual in group.residuals)
+
+
+def _is_no_plain_convolution(flow: Flow, group: _Group) -> bool:
+    """Whether a branch mixes tokens otherwise than by convolutions that mix channels too, as ConvNets' do."""
+    return any(not any(map(flow.is_dense_convolution, r.path)) for r in group.residuals)
 
 
 def refused_row(block: nn.Module, reason: str) -> BlockRow:

@@ -219,6 +219,10 @@ class Flow:
     def is_convolution(self, op: Op) -> bool:
         return op.name in _CONVOLUTIONS
 
+    def is_dense_convolution(self, op: Op) -> bool:
+        """Whether it mixes tokens and channels at once."""
+        return self.is_convolution(op) and not self.kernel_is_one(op) and self.shape(op.inputs[1])[1] > 1
+
     def kernel_is_one(self, op: Op) -> bool:
         return all(size == 1 for size in self.shape(op.inputs[1])[2:])
 
