@@ -206,8 +206,11 @@ def test_diagnose_commands_run_on_a_smaller_model(
     line = [word.replace("vit_base", "vit_tiny").replace("0,11", "0,2") for word in words[1:]]
     if line[1] == "runs/first":
         shutil.copytree(two_runs / "plain", "runs/first")
+        shutil.copytree(two_runs / "grayed", "runs/second")
     elif "--model-option" not in line:
         line += [part for name, value in size.items() for part in ("--model-option", f"{name}={value}")]
+    if "--compare" in line and line[line.index("--compare") + 1] == "report":
+        shutil.copytree(two_runs / "diagnosed", "report")
     result = CliRunner().invoke(app, line, catch_exceptions=False)
     assert result.exit_code == 0, f"{' '.join(words)}\n{result.output}"
     if "--out" in line:
