@@ -200,7 +200,8 @@ def _found(model: nn.Module, example: Any, known: _Rows) -> tuple[_Rows, str]:
             if example is not None:
                 raise
             trouble = f"{type(part).__name__} could not be run on an example: {error}"
-            if known:  # an edit of these alone might be half of one
+            sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+            if known and not sharded:  # an edit of these alone might be half of one
                 raise UnknownModelError(
                     f"{len(known)} blocks of {type(model).__name__} are known, but not whether there are "
                     f"others: {trouble}\nGive an input of the model as example=."
