@@ -52,6 +52,8 @@ class Proofs:
         self.pieces: set[str] = set()
         self.quiet: set[str] = set()
         self.unreached: set[str] = set()
+        # By signature, where the queries of blocks are; see wellposed.anatomy.queries.
+        self.queries: dict[str, dict[str, Any]] = {}
         self.tested: dict[str, list[str]] = {}
 
     def to_json(self) -> dict[str, Any]:
@@ -68,6 +70,7 @@ class Proofs:
             "pieces": sorted(self.pieces),
             "quiet": sorted(self.quiet),
             "unreached": sorted(self.unreached),
+            "queries": dict(sorted(self.queries.items())),
             "rows": dict(sorted(rows.items())),
         }
 
@@ -88,6 +91,7 @@ class Proofs:
         self.pieces |= set(data["pieces"])
         self.quiet |= set(data["quiet"])
         self.unreached |= set(data["unreached"])
+        self.queries |= data["queries"]
         for key, row in data["rows"].items():
             adds = tuple(Add(**add | {"site": Site(**add["site"])}) for add in row["adds"])
             if unknown := set(row["taps"]) - set(get_args(Position)):
@@ -125,7 +129,7 @@ def proven_row(module: nn.Module) -> BlockRow | None:
     known = proofs()
     if not _may_add(own_class(module)) or _class_key(own_class(module)) not in known.classes:
         return None
-    return known.rows.get(_signature(module))
+    return known.rows.get(block_signature(module))
 
 
 def splits_images(module: nn.Module) -> str:
@@ -136,7 +140,9 @@ def splits_images(module: nn.Module) -> str:
 
 def sees_pieces(module: nn.Module) -> bool:
     """Whether a module was seen to be a block where images are cut into pieces."""
-    return bool(proofs().pieces) and _may_add(own_class(module)) and _signature(module) in proofs().pieces
+    return (
+        bool(proofs().pieces) and _may_add(own_class(module)) and block_signature(module) in proofs().pieces
+    )
 
 
 def proven_embeddings(module: nn.Module) -> tuple[EmbeddingRow, ...]:
@@ -169,9 +175,9 @@ def prove(model: nn.Module, example: Example) -> list[Found]:
         for block in found:
             if block.splitter is not None:  # what is around the block is to blame, not the block
                 proofs().splitters[_class_key(own_class(block.splitter))] = block.row.refused
-                proofs().pieces.add(_signature(block.module))
+                proofs().pieces.add(block_signature(block.module))
                 continue
-            proofs().add(_signature(block.module), block.row)
+            proofs().add(block_signature(block.module), block.row)
             proofs().classes.add(_class_key(own_class(block.module)))
         within = {id(m) for block in found for m in block.module.modules()}
         for module in model.modules():
@@ -290,7 +296,7 @@ def _has_tensors(module: nn.Module) -> bool:
     return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
-def _signature(block: nn.Module) -> str:
+def block_signature(block: nn.Module) -> str:
     """Of a block's structure: the classes in it with their sources, and the settings that lead their way."""
     parts: list[Any] = []
     for path, module in block.named_modules():

@@ -1,0 +1,617 @@
+"""Where a block's queries are made, and which channels of which module belong to which head.
+
+Nothing is listed by class. The model runs up to the block, and a copy of the block with random weights runs
+on what came there. Gradients tell which channels of which module reach the logits of which head, and a second
+run of the copy proves it: with the query of a head at zero its weights are the same for all keys that a row
+may see, and the other heads' weights and all values are what they were. The weights are random because a bias
+that is zero at initialisation would not be seen.
+"""
+
+import copy
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from wellposed.anatomy.cores import Core, Finished, Seen, watching_cores
+from wellposed.anatomy.example import LIBRARIES, Example, eagerly, given_example, made_examples, preserved
+from wellposed.anatomy.model import Block
+from wellposed.anatomy.proof import as_built, block_signature, own_class, proofs
+from wellposed.interrupts import let_through
+
+_INSTEAD = 'broadcast_context(model, "attention.end") mixes in the mean of all tokens instead'
+BIASED = (
+    "its attention adds something besides q k^T to the logits, such as a relative position bias, so that a "
+    f"query of zeros does not weigh all tokens alike; {_INSTEAD}"
+)
+TALKING = f"its heads are mixed before the softmax, so that none has logits of its own; {_INSTEAD}"
+UNSEEN = (
+    "its query is made by a call that no module sees, and whether a relative position bias is on the logits "
+    f"cannot be tried; {_INSTEAD}"
+)
+CLASS = "the class token alone attends there, the edit is of attention among all tokens"
+NO_CORE = f"no softmax over tokens and product with values was seen in it; {_INSTEAD}"
+_GIVE_EXAMPLE = "it takes a run of the model to find its query: give an input as example="
+_META = "it is on the meta device, where no run can find its query; edit it on another device"
+_MOST = 1024  # heads and windows that are told apart
+_HIDDEN = 1e30  # what masks put on logits
+_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "h")
+
+
+@dataclass(frozen=True)
+class HeadChannels:
+    """Which indices of one axis belong to a head: ``width`` of them from ``start + head * step``.
+
+    Without a step the heads share the whole axis evenly, in their order.
+    """
+
+    heads: int
+    axis: int = -1
+    start: int = 0
+    step: int | None = None
+    width: int | None = None
+
+    def of(self, chosen: Iterable[int], size: int) -> list[tuple[int, int]]:
+        """The (first, behind the last) index of each head, on an axis of that size."""
+        step = size // self.heads if self.step is None else self.step
+        width = step if self.width is None else self.width
+        return [(self.start + head * step, self.start + head * step + width) for head in chosen]
+
+    def zeroed(self, x: Tensor, heads: Iterable[int]) -> Tensor:
+        """X with zeros in the channels of some heads."""
+        index = torch.arange(x.shape[self.axis], device=x.device)
+        cut = index < 0
+        for first, end in self.of(heads, x.shape[self.axis]):
+            cut = cut | ((index >= first) & (index < end))
+        behind = x.ndim - 1 - self.axis % x.ndim
+        # Filled, not multiplied by zero: that would keep an infinity. The gradient is zero, not missing.
+        return x.masked_fill(cut.reshape(-1, *[1] * behind), 0)
+
+
+@dataclass(frozen=True)
+class FoundQuery:
+    """The module whose output holds the query, by its path in the block, and where its heads are."""
+
+    path: str
+    channels: HeadChannels
+
+
+def find_queries(model: nn.Module, found: list[Block], example: Any = None) -> dict[int, FoundQuery | str]:
+    """For each block, by its index, where its query is, or why its heads cannot be made uniform.
+
+    Runs the model up to the first block of each kind that is not known yet.
+    """
+    known = {block.index: known_query(block.module) for block in found}
+    missing = [block for block in found if known[block.index] is None]
+    reason = _proven_by_runs(model, missing, example) if missing else ""
+    return {
+        block.index: known[block.index] or known_query(block.module) or reason or _NOT_REACHED
+        for block in found
+    }
+
+
+_NOT_REACHED = "the example did not reach it, so that it is not known where its query is"
+
+
+_OF_OWN: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+"""What was found of blocks of no library: a model of one's own may give them a bias from outside."""
+
+
+def known_query(block: nn.Module) -> FoundQuery | str | None:
+    """What a run has shown of such a block, None where there was none."""
+    row = proofs().queries.get(_key(block)) if is_of_library(block) else _OF_OWN.get(block)
+    if row is None or "refused" in row:
+        return None if row is None else row["refused"]
+    return _scaled(row, block)
+
+
+def _proven_by_runs(model: nn.Module, missing: list[Block], example: Any) -> str:
+    """Find the queries of some blocks and remember them. Returns why there was no run, if there was none."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return _META
+    if example is not None:
+        runs = [("", model, given_example(model, example))]
+    else:
+        runs = made_examples(model)
+    if not runs:
+        return _GIVE_EXAMPLE
+    with preserved(model), eagerly(), as_built(model), torch.inference_mode(False), torch.no_grad():
+        model.eval()
+        for _, part, one in runs:
+            for block, args, kwargs in _calls(part, {_key(block.module): block for block in missing}, one):
+                row = _row(block, args, kwargs)
+                for other in missing:
+                    if _key(other.module) == _key(block.module):
+                        if is_of_library(other.module):
+                            proofs().queries[_key(other.module)] = row
+                        else:
+                            _OF_OWN[other.module] = row
+    return ""
+
+
+def is_of_library(block: nn.Module) -> bool:
+    """Whether a module's class is one of timm, torchvision, transformers or torch."""
+    return own_class(block).__module__.partition(".")[0] in (*LIBRARIES, "torch")
+
+
+def _key(block: nn.Module) -> str:
+    """Of a block's structure, and of what its configuration says of positions: they may come from outside."""
+    config = getattr(block, "config", None) or next(
+        (c for m in block.modules() if (c := getattr(m, "config", None)) is not None), None
+    )
+    settings = sorted(
+        f"{name}={value}"
+        for name, value in vars(config or object).items()
+        if isinstance(value, bool | str) and ("bias" in name or "position" in name)
+    )
+    return ",".join([block_signature(block), *settings])
+
+
+class _ReachedAllError(Exception):
+    """Ends a run once every block has been reached."""
+
+
+_Call = tuple[Block, tuple[Any, ...], dict[str, Any]]
+
+
+def _calls(model: nn.Module, wanted: dict[str, Block], example: Example) -> list[_Call]:
+    """The first call of each block, with copies of its arguments."""
+    calls: dict[str, _Call] = {}
+    handles: list[Any] = []
+
+    def keep(key: str, block: Block, args: Any, kwargs: Any) -> None:
+        let_through()
+        calls.setdefault(key, (block, *copy.deepcopy((args, kwargs))))
+        if len(calls) == len(wanted):
+            raise _ReachedAllError
+
+    try:
+        for key, block in wanted.items():
+
+            def hook(_: Any, args: Any, kwargs: Any, key: str = key, block: Block = block) -> None:
+                keep(key, block, args, kwargs)
+
+            handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
+        example.run(model)
+    except _ReachedAllError:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(calls.values())
+
+
+def _row(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What is remembered of a block."""
+    try:
+        twin = _Twin(block, args, kwargs)
+        found = _found(twin)
+    except Exception as error:  # whatever a foreign block does with a copy of its input
+        return {"refused": f"a copy of it with random weights could not be run: {error}"}
+    if isinstance(found, str):
+        return {"refused": found}
+    return _relative(found, block.module, twin.size)
+
+
+class _Twin:
+    """A copy of a block with random weights, and one call of it."""
+
+    def __init__(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.size = 0
+        self.given: list[Tensor] = []
+        self.module = _randomised(copy.deepcopy(block.module))
+        self.args, self.kwargs = tree_map_only(Tensor, _wide, (args, kwargs))
+        attention = _attention_path(block)
+        self.attention = self.module.get_submodule(attention) if attention is not None else None
+
+    def run(self, *, gradients: bool = False) -> Seen:
+        args, kwargs = copy.deepcopy((self.args, self.kwargs))
+        if gradients:
+            self.given = [x for x in tree_leaves((args, kwargs)) if _is_floating(x)]
+            for x in self.given:
+                x.requires_grad_()
+            # A leaf cannot be changed in place, its copy can.
+            with torch.enable_grad():
+                args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+        with torch.set_grad_enabled(gradients), watching_cores(self.module) as seen:
+            self.module(*args, **kwargs)
+        return seen
+
+
+def _attention_path(block: Block) -> str | None:
+    """The path of the attention module in its block."""
+    try:
+        module = block.attention()[1]
+    except ValueError:
+        return None
+    return next((path for path, one in block.module.named_modules() if one is module), None)
+
+
+def _randomised(block: nn.Module) -> nn.Module:
+    for tensor in (*block.parameters(), *block.buffers()):
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            tensor.data = tensor.data.float()
+    block.train().eval()  # what is cached for evaluation is made again
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_(False)
+        if not parameter.is_floating_point():
+            continue
+        if "bias" in name:
+            parameter.normal_(std=0.3)
+        elif parameter.ndim < 2:
+            parameter.uniform_(0.5, 1.5)
+        else:
+            parameter.normal_(std=1.5 * max(parameter[0].numel(), 1) ** -0.5)
+    return block
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _found(twin: _Twin) -> FoundQuery | str:
+    """The query of a block's self-attention, proven, or why it cannot be used."""
+    seen = twin.run(gradients=True)
+    number, trouble = _only_core(seen, twin.attention)
+    if trouble:
+        return trouble
+    core = seen.cores[number]
+    if core.p.shape[-2] < 2:
+        return CLASS
+    if core.is_packed:
+        return _packed(twin, core)
+    trouble = UNSEEN
+    for one in _candidates(seen, core):
+        with torch.enable_grad():
+            heads = _Reach(core, one.result, twin.given).heads()
+        if isinstance(heads, str):
+            trouble = heads if trouble == UNSEEN else trouble
+        elif _is_uniform(twin, seen, number, one, heads):
+            twin.size = one.result.shape[heads.channels.axis]
+            return FoundQuery(one.path, heads.channels)
+        else:
+            trouble = BIASED
+    return trouble
+
+
+def _packed(twin: _Twin, core: Core) -> FoundQuery | str:
+    """The queries of nn.MultiheadAttention, which come first in its packed weight."""
+    path, module = next((p, m) for p, m in twin.module.named_modules() if id(m) == core.within[-1])
+    if not isinstance(module, nn.MultiheadAttention):
+        return UNSEEN
+    if core.bias is not None and not bool(((core.bias == 0) | (core.bias < -_HIDDEN)).all()):
+        return BIASED
+    width = module.embed_dim // module.num_heads
+    twin.size = 3 * module.embed_dim
+    return FoundQuery(path, HeadChannels(module.num_heads, -1, 0, width, width))
+
+
+def _only_core(seen: Seen, attention: nn.Module | None) -> tuple[int, str]:
+    """The number of the attention that is the block's own, and why there is no such one."""
+    numbers = list(range(len(seen.cores)))
+    if len(numbers) > 1 and attention is not None:
+        numbers = [n for n in numbers if id(attention) in seen.cores[n].within]
+    if not numbers:
+        return -1, NO_CORE
+    if len(numbers) > 1:
+        return -1, f"it attends {len(numbers)} times, and it is not known which one is meant; {_INSTEAD}"
+    if seen.cores[numbers[0]].is_mixed:
+        return -1, TALKING
+    return numbers[0], ""
+
+
+def _candidates(seen: Seen, core: Core) -> Iterator[Finished]:
+    """Modules that ran once before queries and keys met, the last ones first."""
+    for one in reversed(seen.finished[: core.before]):
+        is_list = isinstance(one.module, nn.Sequential | nn.ModuleList)
+        if one.path and not is_list and seen.ran[id(one.module)] == 1 and one.result.requires_grad:
+            yield one
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Where the heads of a candidate are, and for each the indices on the axis of the probabilities."""
+
+    channels: HeadChannels
+    axis: int | None  # of the probabilities; None where there is one head
+    indices: tuple[tuple[int, ...], ...]
+
+
+class _Reach:
+    """What a module's output reaches: the queries of which head, and keys and values.
+
+    Args:
+        core: the attention.
+        result: the module's output.
+        given: what the block was given. It tells heads, which are made of the same tokens, from windows.
+    """
+
+    def __init__(self, core: Core, result: Tensor, given: list[Tensor]) -> None:
+        self.core, self.result, self.given = core, result, given
+        self.others = self._others()
+
+    def heads(self) -> _Heads | str:
+        """How the heads lie in the output, if it holds the query; else why it does not."""
+        leading = self.core.p.ndim - 2
+        is_mixed = False
+        for axis in sorted(range(leading), key=lambda a: (a != leading - 1, a)):
+            count = self.core.p.shape[axis]
+            if not 1 < count <= _MOST:
+                continue
+            reached = [self._queries(axis, index) for index in range(count)]
+            masks = [masks[0] for masks in reached]
+            if not all(bool(mask.any()) for mask in masks):
+                return UNSEEN
+            for along in (self.result.ndim - 1, *range(self.result.ndim - 1)):
+                groups = _groups(masks, along)
+                if self._are_of_the_same_tokens(groups, reached):
+                    found = self._channels(masks, groups, along)
+                    if found is not None:
+                        return _Heads(found, axis, tuple(map(tuple, groups)))
+            is_mixed |= self._is_query_alone(masks)
+        one = self._one_head()
+        return one or (TALKING if is_mixed else UNSEEN)
+
+    def _channels(self, masks: list[Tensor], groups: list[list[int]], along: int) -> HeadChannels | None:
+        """The channels of each group, if they are apart from each other and from keys and values."""
+        sets = [_indices(masks[group[0]], along) for group in groups]
+        counts = torch.stack(sets).sum(0)
+        if len(groups) < 2 or bool(counts.max() > 1) or self._touches_others(counts > 0, along):
+            return None
+        runs = [_run(used) for used in sets]
+        steps = {b[0] - a[0] for a, b in itertools.pairwise(runs)}
+        widths = {width for _, width in runs}
+        if len(steps) > 1 or len(widths) > 1 or min(steps) <= 0 or min(widths) <= 0:
+            return None
+        return HeadChannels(len(groups), self._named(along), runs[0][0], steps.pop(), widths.pop())
+
+    def _are_of_the_same_tokens(self, groups: list[list[int]], reached: list[list[Tensor]]) -> bool:
+        for number in range(1, len(self.given) + 1):
+            sources = [
+                functools.reduce(torch.logical_or, (reached[index][number] for index in group))
+                for group in groups
+            ]
+            for along in range(sources[0].ndim):
+                used = [_indices(source, along) for source in sources]
+                if not all(torch.equal(used[0], one) for one in used):
+                    return False
+        return True
+
+    def _is_query_alone(self, masks: list[Tensor]) -> bool:
+        """Whether all heads are made of the same channels, which keys and values are not made of."""
+        used = _indices(functools.reduce(torch.logical_or, masks), self.result.ndim - 1)
+        return not self._touches_others(used, self.result.ndim - 1)
+
+    def _one_head(self) -> _Heads | None:
+        """The channels of attention with a single head."""
+        shape = self.core.p.shape
+        if shape[0] != 1 if len(shape) == 3 else 1 not in shape[1:-2]:
+            return None
+        mask = self._queries(None, 0)[0]
+        for along in (self.result.ndim - 1, 1):
+            used = _indices(mask, along)
+            first, width = _run(used)
+            if width and not self._touches_others(used, along):
+                channels = HeadChannels(1, self._named(along), first, width, width)
+                return _Heads(channels, None, ((0,),))
+        return None
+
+    def _queries(self, axis: int | None, index: int) -> list[Tensor]:
+        """Which numbers of the output, and of what the block was given, reach queries at an index."""
+        made_of = [self.result, *self.given]
+        if self.core.query is not None:
+            query = self.core.query if axis is None else self.core.query.select(axis, index)
+            return _reaching(query, made_of)
+        one, other = self._two_rows(axis, index)
+        pairs = zip(_reaching(one, made_of), _reaching(other, made_of), strict=True)
+        # Keys reach both rows. In causal attention the second one sees all keys of the first.
+        return [a & ~b for a, b in pairs]
+
+    def _two_rows(self, axis: int | None, index: int) -> tuple[Tensor, Tensor]:
+        assert self.core.logits is not None
+        logits = self.core.logits if axis is None else self.core.logits.select(axis, index)
+        logits = logits.reshape(-1, *logits.shape[-2:])[0]
+        return logits[-2], logits[-1]
+
+    def _others(self) -> Tensor:
+        """Which numbers of the output reach keys or values."""
+        reached = torch.zeros_like(self.result, dtype=torch.bool)
+        for made in (self.core.key, self.core.value):
+            if made is not None:
+                reached |= _reaching(made, [self.result])[0]
+        if self.core.logits is not None:
+            for axis in range(self.core.logits.ndim - 2):
+                for index in range(min(self.core.logits.shape[axis], _MOST)):
+                    one, other = (_reaching(x, [self.result])[0] for x in self._two_rows(axis, index))
+                    reached |= one & other
+        return reached
+
+    def _touches_others(self, used: Tensor, along: int) -> bool:
+        return bool((used & _indices(self.others, along)).any())
+
+    def _named(self, along: int) -> int:
+        return -1 if along == self.result.ndim - 1 else along
+
+
+def _reaching(made: Tensor, of: list[Tensor]) -> list[Tensor]:
+    """Which numbers of some tensors another one was made of."""
+    if not made.requires_grad:
+        return [torch.zeros_like(x, dtype=torch.bool) for x in of]
+    finite = made.isfinite() & (made.abs() < _HIDDEN)
+    weights = torch.linspace(0.5, 1.5, made.numel(), device=made.device, dtype=made.dtype).reshape(made.shape)
+    gradients = torch.autograd.grad(
+        torch.where(finite, made, 0), of, weights, retain_graph=True, allow_unused=True
+    )
+    return [
+        torch.zeros_like(x, dtype=torch.bool) if gradient is None else gradient != 0
+        for x, gradient in zip(of, gradients, strict=True)
+    ]
+
+
+def _indices(mask: Tensor, along: int) -> Tensor:
+    """At which indices of an axis a mask is set anywhere."""
+    return mask.movedim(along, 0).flatten(1).any(1) if mask.ndim > 1 else mask
+
+
+def _run(used: Tensor) -> tuple[int, int]:
+    """The first index and the number of those set; none where they have gaps."""
+    indices = used.nonzero().flatten().tolist()
+    is_run = bool(indices) and indices[-1] - indices[0] + 1 == len(indices)
+    return (indices[0], len(indices)) if is_run else (0, 0)
+
+
+def _groups(masks: list[Tensor], along: int) -> list[list[int]]:
+    """The indices whose masks are set at the same places of an axis."""
+    groups: dict[tuple[bool, ...], list[int]] = {}
+    for index, mask in enumerate(masks):
+        groups.setdefault(tuple(_indices(mask, along).tolist()), []).append(index)
+    return list(groups.values())
+
+
+def _is_uniform(twin: _Twin, plain: Seen, number: int, one: Finished, heads: _Heads) -> bool:
+    """Whether zeros in the channels of a head make its weights uniform, and change nothing else."""
+    module = twin.module.get_submodule(one.path)
+    before = plain.cores[number]
+    last = heads.channels.heads - 1
+    for head in {0, last}:
+
+        def cut(_: Any, args: Any, output: Tensor, head: int = head) -> Tensor:
+            return heads.channels.zeroed(output, [head])
+
+        handle = module.register_forward_hook(cut)
+        try:
+            seen = twin.run()
+        finally:
+            handle.remove()
+        if len(seen.cores) != len(plain.cores) or not _is_as_claimed(before, seen.cores[number], heads, head):
+            return False
+    return True
+
+
+def _is_as_claimed(before: Core, after: Core, heads: _Heads, head: int) -> bool:
+    sees = before.p > 0
+    share = sees / sees.sum(-1, keepdim=True).clamp(min=1)
+    expected = before.p.detach().clone()
+    indices = heads.indices[head]
+    if heads.axis is None:
+        expected = share
+    else:
+        for index in indices:
+            expected.select(heads.axis, index).copy_(share.select(heads.axis, index))
+    same = all(
+        a is None or (b is not None and a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6))
+        for a, b in ((before.value, after.value), (before.key, after.key))
+    )
+    return same and torch.allclose(after.p, expected.to(after.p.dtype), rtol=1e-5, atol=1e-7)
+
+
+def _relative(found: FoundQuery, block: nn.Module, size: int) -> dict[str, Any]:
+    """A query without its sizes, as far as they are known from the block itself."""
+    channels = found.channels
+    owner, attribute = _count_of_heads(block, found)
+    parts = None
+    if channels.step is not None and not (channels.axis != -1 and (channels.step, channels.width) == (1, 1)):
+        assert channels.width is not None
+        parts = [
+            [f.numerator, f.denominator]
+            for f in (
+                Fraction(channels.start, size),
+                Fraction(channels.step * channels.heads, size),
+                Fraction(channels.width, channels.step),
+            )
+        ]
+    return {
+        "path": found.path,
+        "axis": channels.axis,
+        "parts": parts,
+        "heads": f"{owner}:{attribute}" if attribute else "",
+        "shapes": _shapes(block, found.path),
+        "exact": None if attribute else _exact(block, found),
+    }
+
+
+def _exact(block: nn.Module, found: FoundQuery) -> dict[str, Any]:
+    """The numbers themselves, for a block that does not say how many heads it has."""
+    channels = found.channels
+    return {
+        "numbers": [channels.heads, channels.start, channels.step, channels.width],
+        "sizes": [list(parameter.shape) for parameter in block.parameters()],
+    }
+
+
+def _scaled(row: dict[str, Any], block: nn.Module) -> FoundQuery | None:
+    """A remembered query in a block of another size, None where its proportions are others."""
+    if row["exact"] is not None:
+        if row["exact"]["sizes"] != [list(parameter.shape) for parameter in block.parameters()]:
+            return None
+        heads, start, step, width = row["exact"]["numbers"]
+        return FoundQuery(row["path"], HeadChannels(heads, row["axis"], start, step, width))
+    if row["shapes"] != _shapes(block, row["path"]):
+        return None
+    owner, _, attribute = row["heads"].partition(":")
+    heads = _attribute(block.get_submodule(owner), attribute)
+    if not isinstance(heads, int):
+        return None
+    if row["parts"] is None:
+        return FoundQuery(row["path"], HeadChannels(heads, row["axis"], 0, 1, 1))
+    size = _outputs(block.get_submodule(row["path"]))
+    if size is None:
+        return None
+    start, span, width = (Fraction(*part) for part in row["parts"])
+    step = span * size / heads
+    if any(x.denominator != 1 for x in (start * size, step, step * width)):
+        return None
+    channels = HeadChannels(heads, row["axis"], int(start * size), int(step), int(step * width))
+    return FoundQuery(row["path"], channels)
+
+
+def _outputs(module: nn.Module) -> int | None:
+    if isinstance(module, nn.MultiheadAttention):
+        return 3 * module.embed_dim
+    for name in ("out_features", "nf", "out_channels", "num_features"):
+        if isinstance(size := getattr(module, name, None), int):
+            return size
+    return None
+
+
+def _count_of_heads(block: nn.Module, found: FoundQuery) -> tuple[str, str]:
+    """A module around the query, and the attribute of it that says how many heads there are."""
+    module = block.get_submodule(found.path)
+    needs_size = found.channels.axis == -1 or (found.channels.step, found.channels.width) != (1, 1)
+    if needs_size and _outputs(module) is None:
+        return "", ""
+    path = found.path
+    while True:
+        if not isinstance(module, nn.MultiheadAttention) or path != found.path:
+            path = path.rpartition(".")[0]
+        owner = block.get_submodule(path)
+        for attribute in (*_COUNTS, *(f"config.{name}" for name in _COUNTS)):
+            if _attribute(owner, attribute) == found.channels.heads:
+                return path, attribute
+        if not path:
+            return "", ""
+
+
+def _attribute(owner: Any, path: str) -> Any:
+    for name in path.split("."):
+        owner = getattr(owner, name, None)
+    return owner
+
+
+def _shapes(block: nn.Module, path: str) -> list[str]:
+    """The proportions of the weights beside the query's: of one module in other sizes they are the same."""
+    parent = block.get_submodule(path.rpartition(".")[0])
+    shapes = [tuple(p.shape[:2]) for p in parent.parameters() if p.ndim >= 2]
+    unit = max(shapes[0][1], 1) if shapes else 1
+    return [":".join(str(Fraction(size, unit)) for size in shape) for shape in shapes]
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
