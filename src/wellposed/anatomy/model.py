@@ -249,7 +249,7 @@ def select(found: list[Block], selection: BlockSelection) -> list[Block]:
 
 def no_attention(block: Block) -> str:
     """Why a block has no attention over tokens; empty where it has."""
-    if block.row.no_token_attention or "attention" in block.row.roles:
+    if block.row.no_token_attention or {"attention", "parallel"} & set(block.row.roles):
         return block.row.no_token_attention
     tap = block.row.tap("attention.end")
     return tap if isinstance(tap, str) else "its row names no skip around attention"

@@ -8,9 +8,7 @@ that is zero at initialisation would not be seen.
 """
 
 import copy
-import functools
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -18,61 +16,24 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from wellposed.anatomy.cores import Core, Finished, Seen, watching_cores
 from wellposed.anatomy.example import LIBRARIES, Example, eagerly, given_example, made_examples, preserved
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.proof import as_built, block_signature, own_class, proofs
+from wellposed.anatomy.reach import HIDDEN, INSTEAD, TALKING, UNSEEN, HeadChannels, Heads, Reach
 from wellposed.interrupts import let_through
 
-_INSTEAD = 'broadcast_context(model, "attention.end") mixes in the mean of all tokens instead'
 BIASED = (
     "its attention adds something besides q k^T to the logits, such as a relative position bias, so that a "
-    f"query of zeros does not weigh all tokens alike; {_INSTEAD}"
-)
-TALKING = f"its heads are mixed before the softmax, so that none has logits of its own; {_INSTEAD}"
-UNSEEN = (
-    "its query is made by a call that no module sees, and whether a relative position bias is on the logits "
-    f"cannot be tried; {_INSTEAD}"
+    f"query of zeros does not weigh all tokens alike; {INSTEAD}"
 )
 CLASS = "the class token alone attends there, the edit is of attention among all tokens"
-NO_CORE = f"no softmax over tokens and product with values was seen in it; {_INSTEAD}"
+NO_CORE = f"no softmax over tokens and product with values was seen in it; {INSTEAD}"
 _GIVE_EXAMPLE = "it takes a run of the model to find its query: give an input as example="
 _META = "it is on the meta device, where no run can find its query; edit it on another device"
-_MOST = 1024  # heads and windows that are told apart
-_HIDDEN = 1e30  # what masks put on logits
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "h")
-
-
-@dataclass(frozen=True)
-class HeadChannels:
-    """Which indices of one axis belong to a head: ``width`` of them from ``start + head * step``.
-
-    Without a step the heads share the whole axis evenly, in their order.
-    """
-
-    heads: int
-    axis: int = -1
-    start: int = 0
-    step: int | None = None
-    width: int | None = None
-
-    def of(self, chosen: Iterable[int], size: int) -> list[tuple[int, int]]:
-        """The (first, behind the last) index of each head, on an axis of that size."""
-        step = size // self.heads if self.step is None else self.step
-        width = step if self.width is None else self.width
-        return [(self.start + head * step, self.start + head * step + width) for head in chosen]
-
-    def zeroed(self, x: Tensor, heads: Iterable[int]) -> Tensor:
-        """X with zeros in the channels of some heads."""
-        index = torch.arange(x.shape[self.axis], device=x.device)
-        cut = index < 0
-        for first, end in self.of(heads, x.shape[self.axis]):
-            cut = cut | ((index >= first) & (index < end))
-        behind = x.ndim - 1 - self.axis % x.ndim
-        # Filled, not multiplied by zero: that would keep an infinity. The gradient is zero, not missing.
-        return x.masked_fill(cut.reshape(-1, *[1] * behind), 0)
 
 
 @dataclass(frozen=True)
@@ -106,7 +67,7 @@ _OF_OWN: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 def known_query(block: nn.Module) -> FoundQuery | str | None:
     """What a run has shown of such a block, None where there was none."""
-    row = proofs().queries.get(_key(block)) if is_of_library(block) else _OF_OWN.get(block)
+    row = proofs().queries.get(_kind(block)) if is_of_library(block) else _OF_OWN.get(block)
     if row is None or "refused" in row:
         return None if row is None else row["refused"]
     return _scaled(row, block)
@@ -125,14 +86,12 @@ def _proven_by_runs(model: nn.Module, missing: list[Block], example: Any) -> str
     with preserved(model), eagerly(), as_built(model), torch.inference_mode(False), torch.no_grad():
         model.eval()
         for _, part, one in runs:
-            for block, args, kwargs in _calls(part, {_key(block.module): block for block in missing}, one):
+            for block, args, kwargs in _calls(part, {_key(block): block for block in missing}, one):
                 row = _row(block, args, kwargs)
-                for other in missing:
-                    if _key(other.module) == _key(block.module):
-                        if is_of_library(other.module):
-                            proofs().queries[_key(other.module)] = row
-                        else:
-                            _OF_OWN[other.module] = row
+                if is_of_library(block.module):
+                    proofs().queries[_key(block)] = row
+                else:
+                    _OF_OWN[block.module] = row
     return ""
 
 
@@ -141,7 +100,12 @@ def is_of_library(block: nn.Module) -> bool:
     return own_class(block).__module__.partition(".")[0] in (*LIBRARIES, "torch")
 
 
-def _key(block: nn.Module) -> str:
+def _key(block: Block) -> str:
+    """One for all blocks of a kind; of one's own blocks each has its own."""
+    return _kind(block.module) if is_of_library(block.module) else block.name
+
+
+def _kind(block: nn.Module) -> str:
     """Of a block's structure, and of what its configuration says of positions: they may come from outside."""
     config = getattr(block, "config", None) or next(
         (c for m in block.modules() if (c := getattr(m, "config", None)) is not None), None
@@ -164,19 +128,27 @@ _Call = tuple[Block, tuple[Any, ...], dict[str, Any]]
 def _calls(model: nn.Module, wanted: dict[str, Block], example: Example) -> list[_Call]:
     """The first call of each block, with copies of its arguments."""
     calls: dict[str, _Call] = {}
-    handles: list[Any] = []
 
-    def keep(key: str, block: Block, args: Any, kwargs: Any) -> None:
-        let_through()
-        calls.setdefault(key, (block, *copy.deepcopy((args, kwargs))))
+    def keep(key: str, args: Any, kwargs: Any) -> None:
+        calls.setdefault(key, (wanted[key], *copy.deepcopy((args, kwargs))))
         if len(calls) == len(wanted):
             raise _ReachedAllError
 
+    _run_up_to(model, wanted, example, keep)
+    return _with_learned_noise(model, list(calls.values()), example)
+
+
+def _run_up_to(
+    model: nn.Module, wanted: dict[str, Block], example: Example, see: Callable[[str, Any, Any], None]
+) -> None:
+    """Show the arguments of some blocks until ``see`` has seen enough."""
+    handles: list[Any] = []
     try:
         for key, block in wanted.items():
 
-            def hook(_: Any, args: Any, kwargs: Any, key: str = key, block: Block = block) -> None:
-                keep(key, block, args, kwargs)
+            def hook(_: Any, args: Any, kwargs: Any, key: str = key) -> None:
+                let_through()
+                see(key, args, kwargs)
 
             handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
         example.run(model)
@@ -185,7 +157,47 @@ def _calls(model: nn.Module, wanted: dict[str, Block], example: Example) -> list
     finally:
         for handle in handles:
             handle.remove()
-    return list(calls.values())
+
+
+def _with_learned_noise(model: nn.Module, calls: list[_Call], example: Example) -> list[_Call]:
+    """The calls with noise for arguments that are learned and zero, as a bias at initialisation is.
+
+    A mask that hides nothing is zero too, but made of no parameter.
+    """
+    zero = {_key(block): block for block, *given in calls if any(map(_is_zero, tree_leaves(given)))}
+    if not zero:
+        return calls
+    learned: dict[str, list[bool]] = {}
+
+    def see(key: str, args: Any, kwargs: Any) -> None:
+        leaves = tree_leaves([args, kwargs])
+        learned.setdefault(key, [isinstance(x, Tensor) and x.requires_grad for x in leaves])
+        if len(learned) == len(zero):
+            raise _ReachedAllError
+
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        with torch.enable_grad():
+            _run_up_to(model, zero, example, see)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    return [(block, *_noised(args, kwargs, learned.get(_key(block)))) for block, args, kwargs in calls]
+
+
+def _noised(args: Any, kwargs: Any, learned: list[bool] | None) -> tuple[Any, dict[str, Any]]:
+    leaves, structure = tree_flatten([args, kwargs])
+    for number, x in enumerate(leaves):
+        if learned is not None and learned[number] and _is_zero(x):
+            leaves[number] = torch.randn_like(x)
+    args, kwargs = tree_unflatten(leaves, structure)
+    return args, kwargs
+
+
+def _is_zero(x: Any) -> bool:
+    return _is_floating(x) and not bool(x.any())
 
 
 def _row(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -270,7 +282,7 @@ def _found(twin: _Twin) -> FoundQuery | str:
     trouble = UNSEEN
     for one in _candidates(seen, core):
         with torch.enable_grad():
-            heads = _Reach(core, one.result, twin.given).heads()
+            heads = Reach(core, one.result, twin.given).heads()
         if isinstance(heads, str):
             trouble = heads if trouble == UNSEEN else trouble
         elif _is_uniform(twin, seen, number, one, heads):
@@ -286,7 +298,7 @@ def _packed(twin: _Twin, core: Core) -> FoundQuery | str:
     path, module = next((p, m) for p, m in twin.module.named_modules() if id(m) == core.within[-1])
     if not isinstance(module, nn.MultiheadAttention):
         return UNSEEN
-    if core.bias is not None and not bool(((core.bias == 0) | (core.bias < -_HIDDEN)).all()):
+    if core.bias is not None and not bool(((core.bias == 0) | (core.bias < -HIDDEN)).all()):
         return BIASED
     width = module.embed_dim // module.num_heads
     twin.size = 3 * module.embed_dim
@@ -301,7 +313,7 @@ def _only_core(seen: Seen, attention: nn.Module | None) -> tuple[int, str]:
     if not numbers:
         return -1, NO_CORE
     if len(numbers) > 1:
-        return -1, f"it attends {len(numbers)} times, and it is not known which one is meant; {_INSTEAD}"
+        return -1, f"it attends {len(numbers)} times, and it is not known which one is meant; {INSTEAD}"
     if seen.cores[numbers[0]].is_mixed:
         return -1, TALKING
     return numbers[0], ""
@@ -315,167 +327,7 @@ def _candidates(seen: Seen, core: Core) -> Iterator[Finished]:
             yield one
 
 
-@dataclass(frozen=True)
-class _Heads:
-    """Where the heads of a candidate are, and for each the indices on the axis of the probabilities."""
-
-    channels: HeadChannels
-    axis: int | None  # of the probabilities; None where there is one head
-    indices: tuple[tuple[int, ...], ...]
-
-
-class _Reach:
-    """What a module's output reaches: the queries of which head, and keys and values.
-
-    Args:
-        core: the attention.
-        result: the module's output.
-        given: what the block was given. It tells heads, which are made of the same tokens, from windows.
-    """
-
-    def __init__(self, core: Core, result: Tensor, given: list[Tensor]) -> None:
-        self.core, self.result, self.given = core, result, given
-        self.others = self._others()
-
-    def heads(self) -> _Heads | str:
-        """How the heads lie in the output, if it holds the query; else why it does not."""
-        leading = self.core.p.ndim - 2
-        is_mixed = False
-        for axis in sorted(range(leading), key=lambda a: (a != leading - 1, a)):
-            count = self.core.p.shape[axis]
-            if not 1 < count <= _MOST:
-                continue
-            reached = [self._queries(axis, index) for index in range(count)]
-            masks = [masks[0] for masks in reached]
-            if not all(bool(mask.any()) for mask in masks):
-                return UNSEEN
-            for along in (self.result.ndim - 1, *range(self.result.ndim - 1)):
-                groups = _groups(masks, along)
-                if self._are_of_the_same_tokens(groups, reached):
-                    found = self._channels(masks, groups, along)
-                    if found is not None:
-                        return _Heads(found, axis, tuple(map(tuple, groups)))
-            is_mixed |= self._is_query_alone(masks)
-        one = self._one_head()
-        return one or (TALKING if is_mixed else UNSEEN)
-
-    def _channels(self, masks: list[Tensor], groups: list[list[int]], along: int) -> HeadChannels | None:
-        """The channels of each group, if they are apart from each other and from keys and values."""
-        sets = [_indices(masks[group[0]], along) for group in groups]
-        counts = torch.stack(sets).sum(0)
-        if len(groups) < 2 or bool(counts.max() > 1) or self._touches_others(counts > 0, along):
-            return None
-        runs = [_run(used) for used in sets]
-        steps = {b[0] - a[0] for a, b in itertools.pairwise(runs)}
-        widths = {width for _, width in runs}
-        if len(steps) > 1 or len(widths) > 1 or min(steps) <= 0 or min(widths) <= 0:
-            return None
-        return HeadChannels(len(groups), self._named(along), runs[0][0], steps.pop(), widths.pop())
-
-    def _are_of_the_same_tokens(self, groups: list[list[int]], reached: list[list[Tensor]]) -> bool:
-        for number in range(1, len(self.given) + 1):
-            sources = [
-                functools.reduce(torch.logical_or, (reached[index][number] for index in group))
-                for group in groups
-            ]
-            for along in range(sources[0].ndim):
-                used = [_indices(source, along) for source in sources]
-                if not all(torch.equal(used[0], one) for one in used):
-                    return False
-        return True
-
-    def _is_query_alone(self, masks: list[Tensor]) -> bool:
-        """Whether all heads are made of the same channels, which keys and values are not made of."""
-        used = _indices(functools.reduce(torch.logical_or, masks), self.result.ndim - 1)
-        return not self._touches_others(used, self.result.ndim - 1)
-
-    def _one_head(self) -> _Heads | None:
-        """The channels of attention with a single head."""
-        shape = self.core.p.shape
-        if shape[0] != 1 if len(shape) == 3 else 1 not in shape[1:-2]:
-            return None
-        mask = self._queries(None, 0)[0]
-        for along in (self.result.ndim - 1, 1):
-            used = _indices(mask, along)
-            first, width = _run(used)
-            if width and not self._touches_others(used, along):
-                channels = HeadChannels(1, self._named(along), first, width, width)
-                return _Heads(channels, None, ((0,),))
-        return None
-
-    def _queries(self, axis: int | None, index: int) -> list[Tensor]:
-        """Which numbers of the output, and of what the block was given, reach queries at an index."""
-        made_of = [self.result, *self.given]
-        if self.core.query is not None:
-            query = self.core.query if axis is None else self.core.query.select(axis, index)
-            return _reaching(query, made_of)
-        one, other = self._two_rows(axis, index)
-        pairs = zip(_reaching(one, made_of), _reaching(other, made_of), strict=True)
-        # Keys reach both rows. In causal attention the second one sees all keys of the first.
-        return [a & ~b for a, b in pairs]
-
-    def _two_rows(self, axis: int | None, index: int) -> tuple[Tensor, Tensor]:
-        assert self.core.logits is not None
-        logits = self.core.logits if axis is None else self.core.logits.select(axis, index)
-        logits = logits.reshape(-1, *logits.shape[-2:])[0]
-        return logits[-2], logits[-1]
-
-    def _others(self) -> Tensor:
-        """Which numbers of the output reach keys or values."""
-        reached = torch.zeros_like(self.result, dtype=torch.bool)
-        for made in (self.core.key, self.core.value):
-            if made is not None:
-                reached |= _reaching(made, [self.result])[0]
-        if self.core.logits is not None:
-            for axis in range(self.core.logits.ndim - 2):
-                for index in range(min(self.core.logits.shape[axis], _MOST)):
-                    one, other = (_reaching(x, [self.result])[0] for x in self._two_rows(axis, index))
-                    reached |= one & other
-        return reached
-
-    def _touches_others(self, used: Tensor, along: int) -> bool:
-        return bool((used & _indices(self.others, along)).any())
-
-    def _named(self, along: int) -> int:
-        return -1 if along == self.result.ndim - 1 else along
-
-
-def _reaching(made: Tensor, of: list[Tensor]) -> list[Tensor]:
-    """Which numbers of some tensors another one was made of."""
-    if not made.requires_grad:
-        return [torch.zeros_like(x, dtype=torch.bool) for x in of]
-    finite = made.isfinite() & (made.abs() < _HIDDEN)
-    weights = torch.linspace(0.5, 1.5, made.numel(), device=made.device, dtype=made.dtype).reshape(made.shape)
-    gradients = torch.autograd.grad(
-        torch.where(finite, made, 0), of, weights, retain_graph=True, allow_unused=True
-    )
-    return [
-        torch.zeros_like(x, dtype=torch.bool) if gradient is None else gradient != 0
-        for x, gradient in zip(of, gradients, strict=True)
-    ]
-
-
-def _indices(mask: Tensor, along: int) -> Tensor:
-    """At which indices of an axis a mask is set anywhere."""
-    return mask.movedim(along, 0).flatten(1).any(1) if mask.ndim > 1 else mask
-
-
-def _run(used: Tensor) -> tuple[int, int]:
-    """The first index and the number of those set; none where they have gaps."""
-    indices = used.nonzero().flatten().tolist()
-    is_run = bool(indices) and indices[-1] - indices[0] + 1 == len(indices)
-    return (indices[0], len(indices)) if is_run else (0, 0)
-
-
-def _groups(masks: list[Tensor], along: int) -> list[list[int]]:
-    """The indices whose masks are set at the same places of an axis."""
-    groups: dict[tuple[bool, ...], list[int]] = {}
-    for index, mask in enumerate(masks):
-        groups.setdefault(tuple(_indices(mask, along).tolist()), []).append(index)
-    return list(groups.values())
-
-
-def _is_uniform(twin: _Twin, plain: Seen, number: int, one: Finished, heads: _Heads) -> bool:
+def _is_uniform(twin: _Twin, plain: Seen, number: int, one: Finished, heads: Heads) -> bool:
     """Whether zeros in the channels of a head make its weights uniform, and change nothing else."""
     module = twin.module.get_submodule(one.path)
     before = plain.cores[number]
@@ -495,7 +347,7 @@ def _is_uniform(twin: _Twin, plain: Seen, number: int, one: Finished, heads: _He
     return True
 
 
-def _is_as_claimed(before: Core, after: Core, heads: _Heads, head: int) -> bool:
+def _is_as_claimed(before: Core, after: Core, heads: Heads, head: int) -> bool:
     sees = before.p > 0
     share = sees / sees.sum(-1, keepdim=True).clamp(min=1)
     expected = before.p.detach().clone()
@@ -574,7 +426,7 @@ def _scaled(row: dict[str, Any], block: nn.Module) -> FoundQuery | None:
 
 def _outputs(module: nn.Module) -> int | None:
     if isinstance(module, nn.MultiheadAttention):
-        return 3 * module.embed_dim
+        return 3 * int(module.embed_dim)
     for name in ("out_features", "nf", "out_channels", "num_features"):
         if isinstance(size := getattr(module, name, None), int):
             return size

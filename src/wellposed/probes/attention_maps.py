@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from wellposed.anatomy.cores import at_least_float32
+from wellposed.anatomy.cores import attention_probabilities as attention_probabilities
 from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.masks import far_below, hidden_by
 from wellposed.anatomy.model import Block
@@ -47,35 +49,6 @@ FROM_QK = "softmax of q k^T recomputed beside the fused kernel"
 FROM_SOFTMAX = "softmax output"
 FROM_SCORES = "softmax of the scores recomputed in float32"
 FROM_WEIGHTS = "weights of multi_head_attention_forward"
-
-
-def attention_probabilities(
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """softmax(q k^T scale + mask), with the arguments of ``scaled_dot_product_attention``.
-
-    As there, the row of a query that may look at nothing is zero.
-    """
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
-    with without_autocast(query), full_float32():
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        scores: Tensor = (_at_least_float32(query) * scale) @ _at_least_float32(key).mT
-        if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if attn_mask is None:
-            return scores.softmax(-1)
-        if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -math.inf)
-        else:
-            scores = scores + attn_mask
-        sees_nothing = (scores == -math.inf).all(-1, keepdim=True)
-        return scores.softmax(-1).masked_fill(sees_nothing, 0.0)
 
 
 @contextlib.contextmanager
@@ -332,7 +305,7 @@ def _read_multi_head(out: tuple[Tensor, Tensor | None], *args: Any, **kwargs: An
         for name in ("attn_mask", "static_k", "static_v"):
             if call.get(name) is not None and call[name].ndim == 3:
                 few[name] = call[name][chosen.start * heads : chosen.stop * heads]
-        few = {name: _at_least_float32(x) for name, x in few.items()}
+        few = {name: at_least_float32(x) for name, x in few.items()}
         few |= {"training": False, "is_causal": False, "need_weights": True, "average_attn_weights": False}
         with without_autocast(query), full_float32():
             weights = functional.multi_head_attention_forward(**few)[1]
@@ -354,11 +327,6 @@ _READERS: dict[Any, Callable[..., _Maps | None]] = {
     Tensor.softmax: _read_softmax,
     functional.multi_head_attention_forward: _read_multi_head,
 }
-
-
-def _at_least_float32(x: Any) -> Any:
-    """Half precision as float32; everything else as it is."""
-    return x.float() if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _model_dtype(x: Tensor) -> torch.dtype:

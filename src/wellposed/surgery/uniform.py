@@ -19,7 +19,8 @@ from wellposed.anatomy.model import (
 )
 from wellposed.anatomy.model import blocks as all_blocks
 from wellposed.anatomy.packed_query import no_packed_query
-from wellposed.anatomy.queries import FoundQuery, HeadChannels, find_queries, is_of_library
+from wellposed.anatomy.queries import FoundQuery, find_queries, is_of_library
+from wellposed.anatomy.reach import HeadChannels
 from wellposed.anatomy.rows import after
 from wellposed.anatomy.table import attention_row
 from wellposed.surgery.apply import insert_all
@@ -176,7 +177,10 @@ def _taught(block: Block) -> _Query | str | None:
 
 def _remedied(reason: str, block: Block) -> str:
     """A reason with the way out for an attention of one's own."""
-    attention = block.attention()[1]
+    try:
+        attention = block.attention()[1]
+    except ValueError:
+        attention = block.module
     if is_of_library(attention):
         return reason
     called = type(attention).__name__
