@@ -9,6 +9,7 @@ from typing import Any
 import timm
 from torch import Tensor
 
+from wellposed.models import timm_architecture
 from wellposed.surgery.record import Edit
 from wellposed.train.checkpoint import durable
 from wellposed.train.checkpoint.manifest import file_hash
@@ -27,6 +28,7 @@ def export_weights(
     state: Mapping[str, Tensor],
     *,
     recipe: Recipe,
+    architecture: str | None = None,
     model_kwargs: Mapping[str, Any],
     classes: Sequence[str],
     mean: Sequence[float],
@@ -46,7 +48,8 @@ def export_weights(
         folder: of these weights alone.
         state: the model's state dict, with the names it has when it is not compiled or wrapped.
         recipe: with all fields filled in.
-        model_kwargs: with which ``timm.create_model(recipe.model, ...)`` makes the model, edits aside.
+        architecture: timm's name of it; None is that of ``recipe.model``.
+        model_kwargs: with which ``timm.create_model(architecture, ...)`` makes the model, edits aside.
         classes: names in the order of the labels; none for an encoder without a head.
         mean, std: of the channels, for pixels from 0 to 1.
         image_size: side in pixels.
@@ -60,6 +63,7 @@ def export_weights(
     recipe = dataclasses.replace(recipe, data=without_secrets(recipe.data))
     exported = Exported(
         recipe=recipe,
+        architecture=timm_architecture(recipe.model)[0] if architecture is None else architecture,
         model_kwargs=dict(model_kwargs),
         classes=tuple(classes),
         mean=tuple(mean),
@@ -86,11 +90,10 @@ def export_weights(
 
 def timm_config(exported: Exported) -> dict[str, Any]:
     """What timm reads of a folder or of the hub: how to build the model, and how its images are prepared."""
-    architecture = exported.recipe.model.partition(".")[0]
-    registered = timm.get_pretrained_cfg(architecture)
+    registered = timm.get_pretrained_cfg(exported.architecture)
     known = registered.to_dict() if registered is not None else {}
     return {
-        "architecture": architecture,
+        "architecture": exported.architecture,
         "num_classes": exported.num_classes,
         "label_names": list(exported.classes) or None,
         "model_args": exported.model_kwargs,

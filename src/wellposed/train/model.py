@@ -9,7 +9,7 @@ from torch import nn
 
 import wellposed.surgery as surgery
 from wellposed import anatomy
-from wellposed.models import build, describe_weights
+from wellposed.models import build, describe_weights, timm_architecture
 from wellposed.nn import TokenGraying
 from wellposed.surgery import Edits
 from wellposed.text import indices
@@ -19,9 +19,10 @@ from wellposed.train.start import start_from
 
 @dataclass(frozen=True)
 class Built:
-    """A model with what plain timm needs to build it again."""
+    """A model with what plain timm needs to build it again: the architecture and its options."""
 
     model: nn.Module
+    architecture: str
     options: dict[str, Any]
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -31,6 +32,11 @@ class Built:
 
 def build_model(recipe: Recipe, classes: int, channels: int) -> Built:
     """The model of a resolved recipe, on the CPU; equal recipes give equal weights."""
+    if recipe.model.startswith(("hf:", "tv:")):
+        raise ValueError(
+            f"expected a model of timm to train, got {recipe.model}; timm.list_models() lists all. In a loop "
+            "of your own any model can be edited: wellposed.gray_tokens(model)."
+        )
     options: dict[str, Any] = {"num_classes": classes, "in_chans": channels}
     if recipe.drop_path:
         options["drop_path_rate"] = recipe.drop_path
@@ -46,7 +52,8 @@ def build_model(recipe: Recipe, classes: int, channels: int) -> Built:
     else:
         notes = [f"Starts from {describe_weights(model)}."] if recipe.pretrained else []
     mean, std = _statistics(model, channels)
-    return Built(model, options, mean, std, edits, notes)
+    architecture, own = timm_architecture(recipe.model)
+    return Built(model, architecture, own | options, mean, std, edits, notes)
 
 
 def _build(recipe: Recipe, options: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:

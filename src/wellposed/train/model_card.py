@@ -23,6 +23,7 @@ class Exported:
     """What there is to say; see :func:`wellposed.train.export.export_weights`."""
 
     recipe: Recipe
+    architecture: str
     model_kwargs: dict[str, Any]
     classes: tuple[str, ...]
     mean: tuple[float, ...]
@@ -72,7 +73,7 @@ def _what(exported: Exported) -> str:
     count = "" if exported.train_images is None else f" ({exported.train_images:,} training images)"
     trained = "pre-trained without labels (MAE)" if recipe.task == "mae" else "trained"
     edited = ", with edits that timm does not have" if exported.edits else ""
-    owner = "wellposed's" if _is_of_wellposed(recipe.model) else "timm's"
+    owner = "wellposed's" if _is_of_wellposed(exported.architecture) else "timm's"
     return (
         f"{owner} {_code(recipe.model)}{edited}, {trained} by wellposed on {_code(recipe.data)}{count} for "
         f"{recipe.epochs} epochs. These are the weights after update {exported.update:,}."
@@ -92,7 +93,7 @@ def _result(exported: Exported) -> str:
 
 def _load(exported: Exported) -> list[str]:
     built = f"timm.create_model({_arguments(exported)})"
-    is_ours = _is_of_wellposed(exported.recipe.model)
+    is_ours = _is_of_wellposed(exported.architecture)
     if not exported.edits:
         imports = "import timm\nimport wellposed" if is_ours else "import timm"
         block = (
@@ -123,9 +124,8 @@ def _load(exported: Exported) -> list[str]:
     ]
 
 
-def _is_of_wellposed(model: str) -> bool:
+def _is_of_wellposed(name: str) -> bool:
     """Whether timm has the model only once wellposed is imported."""
-    name = model.partition(".")[0]
     return bool(timm.is_model(name) and timm.model_entrypoint(name).__module__.startswith("wellposed."))
 
 
@@ -144,9 +144,8 @@ def _without_wellposed(exported: Exported) -> str:
 
 def _arguments(exported: Exported) -> str:
     values = {"num_classes": exported.num_classes, **exported.model_kwargs}
-    architecture = exported.recipe.model.partition(".")[0]
     keywords = [f"{name}={value!r}" for name, value in values.items() if name.isidentifier()]
-    return ", ".join([f'"{architecture}"', *keywords])
+    return ", ".join([f'"{exported.architecture}"', *keywords])
 
 
 def _images(exported: Exported) -> str:
