@@ -1,4 +1,17 @@
-"""A folder of checkpoints, of which the newest whole one can be had at any moment, whatever happened.
+"""Python values as JSON, and back as exactly what they were.
+
+JSON turns tuples into lists, keys into texts, and has no infinity; what it would change is tagged instead.
+
+>>> encode({"betas": (0.9, 0.999), "best": float("inf")})
+{'betas': {'$tuple': [0.9, 0.999]}, 'best': {'$float': 'inf'}}
+>>> decode(encode({"betas": (0.9, 0.999), 3: None}))
+{'betas': (0.9, 0.999), 3: None}
+
+What tells a whole checkpoint from a damaged one: a list of its files with their sizes and SHA-256 hashes.
+
+``manifest.json`` is the last file to be written. It ends with a hash of itself.
+
+A folder of checkpoints, of which the newest whole one can be had at any moment, whatever happened.
 
 ::
 
@@ -14,21 +27,179 @@ damaged later, which the manifest tells. Nothing in it is ever unpickled.
 
 import contextlib
 import errno
+import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from wellposed.files import parse_json, read_bytes
-from wellposed.train.checkpoint import durable, manifest
-from wellposed.train.checkpoint.plain_values import decode, encode
+from wellposed.train import durable
+
+
+@dataclass(frozen=True)
+class TensorName:
+    """Stands for a tensor that is in a file of tensors, under this name.
+
+    ``parted``: where processes hold parts of the parameters, they hold parts of it, too.
+    """
+
+    name: str
+    parted: bool = False
+
+
+def encode(value: Any, where: str = "state") -> Any:
+    """What ``json.dumps`` can write without loss. ``where`` is what an error calls the value."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if kind in (list, tuple):
+        items = [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
+    if isinstance(value, dict):
+        pairs = [(key, encode(item, f"{where}[{key!r}]")) for key, item in value.items()]
+        if all(type(key) is str and not key.startswith("$") for key, _ in pairs):
+            return dict(pairs)
+        return {"$dict": [[encode(key, f"a key of {where}"), item] for key, item in pairs]}
+    if kind is TensorName:
+        return {"$tensor": [value.name, value.parted]}
+    if kind is torch.dtype:
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if kind is torch.device:
+        return {"$device": str(value)}
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+        return {"$numpy": [value.dtype.name, encode(value.item(), where)]}
+    raise TypeError(
+        f"{where} must be made of numbers, texts, None, lists, tuples and dicts to be saved, "
+        f"got {kind.__module__}.{kind.__qualname__}; tensors go into the files."
+    )
+
+
+def decode(value: Any) -> Any:
+    """What :func:`encode` was given."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: decode(item) for key, item in value.items()}
+    if tag not in _DECODERS or len(value) != 1:
+        raise ValueError(f"expected one of {', '.join(_DECODERS)}, got {tag!r}.")
+    return _DECODERS[tag](value[tag])
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"expected the name of a dtype of torch, got {name!r}.")
+    return dtype
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$float": float,
+    "$tuple": lambda items: tuple(decode(item) for item in items),
+    "$dict": lambda pairs: {decode(key): decode(item) for key, item in pairs},
+    "$tensor": lambda fields: TensorName(*fields),
+    "$dtype": _dtype,
+    "$device": torch.device,
+    "$numpy": lambda fields: np.dtype(fields[0]).type(decode(fields[1])),
+}
+
+
+MANIFEST = "manifest.json"
+FORMAT = "wellposed checkpoint"
+VERSION = 1
+
+
+class DamagedError(Exception):
+    """The checkpoint is not whole; the text is the reason."""
+
+
+def manifest_text(folder: Path, names: Iterable[str], update: int) -> bytes:
+    """The content of a manifest for files that are in the folder already."""
+    files = {
+        name: {"size": (folder / name).stat().st_size, "sha256": file_hash(folder / name)} for name in names
+    }
+    return _sealed({"format": FORMAT, "version": VERSION, "update": update, "files": files})
+
+
+def verified_files(folder: Path, update: int) -> tuple[str, ...]:
+    """The names of a checkpoint's files, all of them whole; else a :class:`DamagedError`."""
+    try:
+        files = _read_manifest(folder / MANIFEST, update)
+        for name, facts in files.items():
+            _verify_file(folder / name, facts)
+    except FileNotFoundError as error:
+        raise DamagedError(f"{Path(error.filename).name} is missing") from error
+    except OSError as error:
+        raise DamagedError(f"it cannot be read ({error})") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{MANIFEST} does not have the fields of version {VERSION}") from error
+    return tuple(files)
+
+
+def _read_manifest(path: Path, update: int) -> dict[str, dict[str, Any]]:
+    try:
+        content = read_bytes(path)
+        manifest = parse_json(content)
+    except ValueError as error:
+        raise DamagedError(f"{MANIFEST} cannot be read ({error})") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DamagedError(f"{MANIFEST} is not that of a {FORMAT}")
+    if manifest.get("version") != VERSION:
+        raise DamagedError(
+            f"{MANIFEST} has format version {manifest.get('version')}, this release reads {VERSION}"
+        )
+    manifest.pop("sha256", None)
+    if _sealed(manifest) != content:
+        raise DamagedError(f"{MANIFEST} was altered")
+    if manifest["update"] != update:
+        raise DamagedError(f"{MANIFEST} is that of update {manifest['update']}")
+    files: dict[str, dict[str, Any]] = manifest["files"]
+    if outside := [name for name in files if Path(name).name != name]:
+        raise DamagedError(f"{MANIFEST} lists {outside[0]!r}, which is not a file in this folder")
+    return files
+
+
+def _verify_file(path: Path, facts: dict[str, Any]) -> None:
+    size = path.stat().st_size
+    if size != facts["size"]:
+        raise DamagedError(f"{path.name} has {size:,} bytes, {MANIFEST} says {facts['size']:,}")
+    if file_hash(path) != facts["sha256"]:
+        raise DamagedError(f"the content of {path.name} is not what {MANIFEST} says")
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise DamagedError(f"{path.name} is not in the safetensors format ({error})") from error
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sealed(manifest: dict[str, Any]) -> bytes:
+    """As text that has one spelling only, so that no byte of it can change unseen."""
+    seal = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return (json.dumps({**manifest, "sha256": seal}, indent=1) + "\n").encode()
+
 
 _STATE = "state.json"
 _CHECKPOINT = re.compile(r"(?P<replaced>\.replaced-)?update-(?P<update>[0-9]{8,})")
@@ -107,8 +278,8 @@ class Store:
             writing = _STATE
             durable.write_bytes(staging / _STATE, text)
             names = [*(f"{stem}.safetensors" for stem in files), _STATE]
-            writing = manifest.NAME
-            durable.write_bytes(staging / manifest.NAME, manifest.describe(staging, names, update))
+            writing = MANIFEST
+            durable.write_bytes(staging / MANIFEST, manifest_text(staging, names, update))
             writing = "its folder"
             durable.sync_folder(staging)
             self._publish(staging, update)
@@ -134,7 +305,7 @@ class Store:
         for update, path in self._candidates():
             try:
                 return _open(path, update), passed_over
-            except manifest.DamagedError as reason:
+            except DamagedError as reason:
                 passed_over.append(f"The checkpoint {path} was passed over: {reason}.")
         return None, passed_over
 
@@ -155,7 +326,7 @@ class Store:
                 break
             try:
                 _open(path, later)
-            except manifest.DamagedError:
+            except DamagedError:
                 continue
             raise ValueError(
                 f"expected an update of at least {later}, that of {path}, got {update}; "
@@ -220,13 +391,13 @@ def _name(update: int) -> str:
 
 
 def _open(path: Path, update: int) -> Checkpoint:
-    files = manifest.verified_files(path, update)
+    files = verified_files(path, update)
     if _STATE not in files:
-        raise manifest.DamagedError(f"{_STATE} is missing")
+        raise DamagedError(f"{_STATE} is missing")
     try:
         state = decode(parse_json(read_bytes(path / _STATE)))
     except (OSError, ValueError, TypeError, RuntimeError) as error:
-        raise manifest.DamagedError(f"{_STATE} cannot be read ({error})") from error
+        raise DamagedError(f"{_STATE} cannot be read ({error})") from error
     stems = tuple(Path(name).stem for name in files if name.endswith(".safetensors"))
     return Checkpoint(path, update, state, stems)
 

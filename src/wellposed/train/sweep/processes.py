@@ -1,17 +1,109 @@
-"""Runs as child processes: so many beside each other, told to save and end when the sweep is told to."""
+"""How far a run is, from the lines that its ``run.jsonl`` gets.
 
+Runs as child processes: so many beside each other, told to save and end when the sweep is told to.
+
+What people see while a sweep goes on: a table in a terminal, a line for each change in a log file.
+"""
+
+import math
 import os
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, Literal
 
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from wellposed.files import parse_json, read_bytes
+from wellposed.train.reporter import duration, percent, rate
 from wellposed.train.sweep.plan import LOG, Run, work, write_recipes
 from wellposed.train.sweep.priority import with_priority
-from wellposed.train.sweep.progress import Progress, is_finished, read_result
+
+
+class Progress:
+    """The newest numbers of a run; :meth:`refresh` reads what was added since the last time.
+
+    Attributes:
+        update: updates done.
+        updates: updates in all, None until the run has said it.
+        accuracy: of the last test.
+        rate: images a second.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._position, self._rest = file, 0, b""
+        self.update: int | None = None
+        self.updates: int | None = None
+        self.accuracy: float | None = None
+        self.rate: float | None = None
+
+    def refresh(self) -> None:
+        """Read the new lines. One that is not whole yet waits for its end, one that is torn is left out."""
+        try:
+            with self._file.open("rb") as file:
+                file.seek(self._position)
+                added = file.read()
+        except OSError:
+            # Not there yet, or not to be had just now: the next time will tell.
+            return
+        self._position += len(added)
+        *lines, self._rest = (self._rest + added).split(b"\n")
+        for line in lines:
+            self._take(_values(line))
+
+    def seconds_left(self, batch_size: int) -> float | None:
+        """At the present rate."""
+        if self.update is None or self.updates is None or not self.rate:
+            return None
+        return max(self.updates - self.update, 0) * batch_size / self.rate
+
+    def _take(self, values: dict[str, Any]) -> None:
+        event, update = values.get("event"), number(values.get("update"))
+        if update is not None:
+            self.update = int(update)
+        updates = number(values.get("updates"))
+        if updates is not None:
+            self.updates = int(updates)
+        if event == "train":
+            self.rate = number(values.get("images_per_second")) or self.rate
+        elif event == "test":
+            self.accuracy = number(values.get("accuracy"))
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """What the run's ``result.json`` says; empty if there is none that can be read."""
+    try:
+        return _values(read_bytes(folder / "result.json"))
+    except OSError:
+        return {}
+
+
+def is_finished(result: Mapping[str, Any]) -> bool:
+    """Whether a ``result.json`` is that of a run that came to its end."""
+    return bool(result.get("status", "finished" if result.get("finished") else "") == "finished")
+
+
+def _values(text: bytes) -> dict[str, Any]:
+    try:
+        values = parse_json(text)
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def number(value: Any) -> float | None:
+    """The value if it is a finite number, else None."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
+
 
 State = Literal["waiting", "running", "finished", "interrupted", "nonfinite", "failed"]
 POLL_SECONDS = 0.1
@@ -215,3 +307,84 @@ def _turn(child: Child) -> tuple[float, int]:
     Of equals the first seed does: the programs that it compiles are there for the others.
     """
     return -work(child.run.recipe), child.run.recipe.seed
+
+
+REFRESH_SECONDS = 0.5
+_STYLES = {
+    "running": "cyan",
+    "finished": "green",
+    "interrupted": "yellow",
+    "nonfinite": "red",
+    "failed": "red",
+}
+_RIGHT = ("update", "accuracy", "images/s", "time left")
+
+
+class Screen:
+    """Shows the runs whenever :meth:`show` is called, also those that were added meanwhile.
+
+    The table not more often than the eye needs.
+    """
+
+    def __init__(self, console: Console, children: Sequence[Child]) -> None:
+        self._console, self._children = console, children
+        self._live = (
+            Live(console=console, auto_refresh=False, transient=True) if console.is_interactive else None
+        )
+        self._drawn = 0.0
+        self._told = {child.run.name: child.state for child in children}
+
+    def __enter__(self) -> "Screen":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self) -> None:
+        if self._live is None:
+            self._tell_changes()
+        elif time.monotonic() - self._drawn >= REFRESH_SECONDS:
+            self._live.update(as_table(self._children, rows=self._console.height - 6), refresh=True)
+            self._drawn = time.monotonic()
+
+    def _tell_changes(self) -> None:
+        for child in self._children:
+            # Runs that waited for others are new here.
+            if child.state != self._told.get(child.run.name, "waiting"):
+                self._told[child.run.name] = child.state
+                parts = [f"{child.run.title}: {child.state}", *([child.reason] if child.reason else [])]
+                if child.progress.accuracy is not None:
+                    parts.append(f"accuracy {percent(child.progress.accuracy)}")
+                self._console.print(", ".join(parts), markup=False, highlight=False, soft_wrap=True)
+
+
+def as_table(children: Sequence[Child], rows: int) -> Table:
+    """One line a run; where they do not fit, those that run or went wrong."""
+    counts = Counter(child.state for child in children)
+    table = Table(caption=", ".join(f"{count} {state}" for state, count in counts.items()))
+    for title in ("run", "state", *_RIGHT):
+        table.add_column(title, justify="right" if title in _RIGHT else "left", no_wrap=True)
+    if len(children) > rows:
+        children = [child for child in children if child.state not in ("waiting", "finished")][: max(rows, 1)]
+    for child in children:
+        table.add_row(Text(child.run.title), Text(child.state, _STYLES.get(child.state, "")), *_cells(child))
+    return table
+
+
+def _cells(child: Child) -> tuple[str, str, str, str]:
+    progress = child.progress
+    done = "" if progress.update is None else f"{progress.update:,}"
+    if done and progress.updates is not None:
+        done = f"{done}/{progress.updates:,}"
+    left = progress.seconds_left(child.run.recipe.batch_size) if child.state == "running" else None
+    return (
+        done,
+        "" if progress.accuracy is None else percent(progress.accuracy),
+        "" if progress.rate is None else rate(progress.rate),
+        "" if left is None else duration(left),
+    )

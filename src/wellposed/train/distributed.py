@@ -2,14 +2,28 @@
 
 Without a process group there is one process, the first. The parts are DTensors, as ``fully_shard`` makes
 them; they are taken apart and put together by their public methods, without touching a random generator.
+
+What the processes of a run agree on. With one process each of these is the identity.
+
+Numbers from the device, waited for asleep.
+
+Joining the other processes that a launcher started.
+
+Accelerate does this by itself, except after a restart: ``torchrun`` starts the processes again beside the
+store in which the dead ones left their addresses, and the new ones may try to reach those. Here every attempt
+has its own corner of the store.
 """
 
+import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import get_int_from_env
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, Replicate
 
 T = TypeVar("T")
@@ -117,3 +131,77 @@ def parted(tensor: Tensor, like: DTensor) -> Tensor:
     spread = DTensor.from_local(tensor.to(mesh.device_type), mesh, uncut, run_check=False)
     part = spread.redistribute(placements=like.placements if tensor.shape == like.shape else uncut)
     return part.to(like.device)
+
+
+def largest(values: Tensor) -> Tensor:
+    """The elementwise largest over all processes, in place."""
+    if several():
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values
+
+
+def total(values: Tensor) -> Tensor:
+    """The sum over all processes, in place."""
+    if several():
+        dist.all_reduce(values)
+    return values
+
+
+def of_all(sentences: list[str]) -> list[str]:
+    """Those of all processes, each once; all have them in the same order."""
+    if not several():
+        return sentences
+    found: list[Any] = [None] * world()
+    dist.all_gather_object(found, sentences)
+    return list(dict.fromkeys(sentence for part in found for sentence in part))
+
+
+def wait_for_all() -> None:
+    if several():
+        dist.barrier()
+
+
+def read(values: Tensor) -> list[float]:
+    """The values (n,) on the host.
+
+    Plain reading keeps a core busy until the GPU is there. Where many small runs share a machine, others need
+    that core to compile.
+    """
+    if values.is_cuda:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(values.device))
+        event.synchronize()
+    found: list[float] = values.tolist()
+    return found
+
+
+_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""What launchers of MPI set, which Accelerate joins too."""
+
+
+def started_processes() -> int:
+    """How many processes the launcher says that it has started; 1 without a launcher."""
+    return int(get_int_from_env(["WORLD_SIZE", *_MPI], 1))
+
+
+def join_processes(device: str | None) -> None:
+    """Make the process group of a restart; does nothing where there is one, or one process."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if attempt is None or dist.is_initialized() or started_processes() < 2:
+        return
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store, rank, world = next(rendezvous("env://"))
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=PrefixStore(f"attempt-{attempt}", store),
+        rank=rank,
+        world_size=world,
+    )
+
+
+def leave_processes() -> None:
+    """End the process group, if there is one; at the end of a program."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
