@@ -70,11 +70,10 @@ def _gray_calls(recipe: Recipe, edits: Sequence[Edit]) -> list[str]:
 
 
 def _eps(edit: Edit) -> float:
-    """From the text of the module, which is TokenGraying(eps=0.7, method='svd')."""
-    found = re.search(r"eps=([0-9.e-]+)", edit.detail)
-    if found is None:
-        raise ValueError(f"expected the eps of a graying in {edit.detail!r}.")
-    return float(found[1])
+    eps = edit.settings.get("eps")
+    if not isinstance(eps, float):
+        raise ValueError(f"expected the eps of a graying in {edit}.")
+    return eps
 
 
 def _blocks(text: str | None) -> str:
