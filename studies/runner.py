@@ -22,8 +22,8 @@ from wellposed import study_records
 from wellposed.files import read_object
 from wellposed.study_records import RunRecord, rounded, thinned
 from wellposed.train import Recipe, sweep
+from wellposed.train.log import read_run
 from wellposed.train.recipe_file import combine, read_recipe, write_recipe
-from wellposed.train.report import read_run
 
 ENDED = ("finished", "nonfinite")
 """States that another try would not change."""

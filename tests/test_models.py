@@ -22,8 +22,7 @@ from torch import nn
 
 from wellposed.models import build, describe_weights, load_weights
 from wellposed.train import Recipe
-from wellposed.train.model import build_model
-from wellposed.train.start import start_from
+from wellposed.train.model import build_model, start_from
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
 TV = {"image_size": 32, "num_classes": 5}

@@ -20,9 +20,9 @@ from rich.table import Table
 
 from wellposed import __version__
 from wellposed.files import read_object
-from wellposed.train.alone import alone_in
+from wellposed.train.durable import alone_in
+from wellposed.train.log import write_json
 from wellposed.train.recipe import Recipe
-from wellposed.train.report import write_json
 from wellposed.train.sweep import COMMAND, cores, failures, train_runs
 from wellposed.train.sweep.plan import Run
 

@@ -14,7 +14,7 @@ from wellposed.probes.diagnosis import Diagnosis
 from wellposed.report import read_data, read_material, report_page
 from wellposed.study import catalogue, ledger
 from wellposed.study.plan import RunRecord
-from wellposed.train.report import read_run
+from wellposed.train.log import read_run
 
 
 def test_a_real_run(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from wellposed.files import parse_json, read_bytes
 from wellposed.study.compact import POINTS, packed_rows, rounded, thinned, unpacked_rows
 from wellposed.study.files import write_lines
 from wellposed.study.plan import RunRecord
-from wellposed.train.report import read_run
-from wellposed.train.sweep.progress import is_finished, read_result
+from wellposed.train.log import read_run
+from wellposed.train.sweep.processes import is_finished, read_result
 
 RECORDS = "records.jsonl"
 DROPPED = "records-dropped.jsonl"
