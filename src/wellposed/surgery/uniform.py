@@ -54,6 +54,11 @@ class ZeroQuery(nn.Module):
         by_head = x.reshape(*x.shape[:-1], self.parts, -1)
         return by_head.masked_fill(cut[:, None], 0).reshape(x.shape)
 
+    @property
+    def settings(self) -> dict[str, list[int]]:
+        """The arguments of the edit."""
+        return {"heads": list(self.heads)}
+
     def extra_repr(self) -> str:
         return f"heads={list(self.heads)}, of={self.of}"
 
