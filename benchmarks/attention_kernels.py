@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
-from wellposed.train.trained_run import TrainedRun, open_run
+from wellposed.train.runs import TrainedRun, open_run
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from wellposed.train.log import read_run
 from wellposed.train.recipe import Recipe
 from wellposed.train.recipe_file import write_recipe
-from wellposed.train.report import read_run
 from wellposed.train.sweep import run as sweep
 
 

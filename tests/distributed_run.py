@@ -16,7 +16,7 @@ from short_runs import recipe
 from wellposed.train import fit
 from wellposed.train.batches import Batch
 from wellposed.train.loop import Loop
-from wellposed.train.report import Reporter
+from wellposed.train.reporter import Reporter
 
 FIELDS = {"mixup": 0.3, "erase": 0.3, "broadcast": "cb_s", "graying": "spectral", "checkpoint_every": 2}
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from wellposed.train import Recipe, Result, fit
-from wellposed.train.report import Reporter
+from wellposed.train.reporter import Reporter
 
 TINY = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 

@@ -28,12 +28,13 @@ from wellposed.records import Record, write_csv
 from wellposed.report import read_data, read_material, report_page
 from wellposed.text import indices
 from wellposed.train import Recipe, open_run
-from wellposed.train.batches.loader import read_by
-from wellposed.train.checkpoint import Store, manifest
+from wellposed.train import checkpoint as manifest
+from wellposed.train.batches.streamed import read_by
+from wellposed.train.checkpoint import Store
 from wellposed.train.data import open_data
+from wellposed.train.log import read_run
 from wellposed.train.recipe_file import read_recipe
-from wellposed.train.report import read_run
-from wellposed.train.run_folder import open_folder
+from wellposed.train.runs import open_folder
 
 DEEP = "[" * 200_000 + "]" * 200_000
 
@@ -248,7 +249,7 @@ def test_a_manifest_that_is_nested_deeply_is_passed_over(tmp_path: Path) -> None
     store = Store(tmp_path, keep=2)
     store.save(1, {}, {"a": 1})
     store.save(2, {}, {"a": 2})
-    (tmp_path / "update-00000002" / manifest.NAME).write_text(DEEP)
+    (tmp_path / "update-00000002" / manifest.MANIFEST).write_text(DEEP)
     newest = store.newest()
     assert newest is not None
     assert newest.update == 1

@@ -21,7 +21,7 @@ from wellposed.cli import app
 from wellposed.errors import SeamError
 from wellposed.models import build
 from wellposed.train.recipe import Recipe
-from wellposed.train.report.screen import LINE_SECONDS
+from wellposed.train.screen import LINE_SECONDS
 
 MODEL = ["vit_tiny_patch16_224", "--image-size", "32"]
 

@@ -20,7 +20,7 @@ import wellposed as wp
 from wellposed.cli import app
 from wellposed.models import build
 from wellposed.train.data import decode_all, open_data
-from wellposed.train.trained_run import open_run
+from wellposed.train.runs import open_run
 
 TEST_IMAGES = 400
 EDITS = {"graying": "dct", "eps": 0.9, "eps_end": 0.5, "broadcast": "cb_s", "remove_skips": "ffn"}

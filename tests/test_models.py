@@ -22,8 +22,7 @@ from torch import nn
 
 from wellposed.models import build, describe_weights, load_weights
 from wellposed.train import Recipe
-from wellposed.train.model import build_model
-from wellposed.train.start import start_from
+from wellposed.train.model import build_model, start_from
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
 TV = {"image_size": 32, "num_classes": 5}
@@ -488,6 +487,7 @@ def test_a_folder_of_timm(timm_folder, monkeypatch):
     assert model.pretrained_cfg["mean"] == [0.1, 0.2, 0.3]
     assert not {"file", "url", "state_dict"} & {key for key, value in model.pretrained_cfg.items() if value}
     assert build(f"local-dir:{folder}", num_classes=3).head.out_features == 3
+    assert not same(build(f"local-dir:{folder}", pretrained=False), source)
     assert not Path("it-ran").exists()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_args": {"pretrained_cfg": "x"}}))

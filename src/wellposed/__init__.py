@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from wellposed import anatomy, linalg, models, nn, probes, surgery
     from wellposed.errors import SeamError, UnknownModelError, WrappedModelError
-    from wellposed.probes import Diagnosis, diagnose
+    from wellposed.probes import Diagnosis
+    from wellposed.probes.diagnose import diagnose
     from wellposed.surgery import (
         Edit,
         Edits,

@@ -9,14 +9,13 @@ from typing import Any, Literal, cast
 import timm
 from torch import nn
 
+from wellposed.environment import without_secrets
 from wellposed.models import build, describe_weights, has_random_weights
 from wellposed.probes.diagnosis import Diagnosis
 from wellposed.probes.image_sources import source_of
-from wellposed.train.environment import without_secrets
 from wellposed.train.model import apply_edits
 from wellposed.train.recipe import Recipe
-from wellposed.train.run_folder import RECIPE
-from wellposed.train.trained_run import IMAGES, open_run
+from wellposed.train.runs import IMAGES, RECIPE, open_run
 
 OF_A_RUN = ("best", "last")
 _LIBRARIES = ("hf", "tv", "hf-hub", "local-dir")
@@ -75,7 +74,7 @@ def named_model(
     if images is not None and (pretrained or not images.exists()):
         source_of(images)  # that there are none is found before anything is downloaded
     try:
-        model = build(name, weights=weights, pretrained=pretrained, seed=seed, **options)
+        model = build(name, weights=weights, pretrained=pretrained or None, seed=seed, **options)
     except ValueError as error:
         if is_known:
             raise

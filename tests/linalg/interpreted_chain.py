@@ -81,6 +81,26 @@ def test_bad_images_stay_alone() -> None:
     assert (slope[2] == 1).all()
 
 
+def test_no_matrix_is_orthogonal_to_the_start() -> None:
+    for n in (2, 3, 40):
+        index = torch.arange(1, n + 1)
+        fixed = 0.5 + torch.frac(index.double() * 0.61803399)
+        u = torch.roll(fixed, 1)
+        u = torch.nn.functional.normalize(u - (u @ fixed) / (fixed @ fixed) * fixed, dim=0)
+        hashed = index * 2654435761 % 2**32
+        hashed = (hashed ^ (hashed >> 15)) * 2246822519 % 2**32
+        scattered = 0.5 + ((hashed ^ (hashed >> 13)) & 0xFFFF).double() / 65536
+        w = torch.roll(scattered, 1)
+        w = torch.nn.functional.normalize(w - (w @ scattered) / (scattered @ scattered) * scattered, dim=0)
+        for top in (u, w):
+            for rest in (0.5, 0.01):
+                A = torch.zeros(1, engine.padded(n), engine.padded(n))
+                A[0, :n, :n] = top[:, None] * top + rest * (torch.eye(n).double() - top[:, None] * top)
+                lam, _ = engine.top_eigenpair(A, n)
+                print(n, rest, lam.item())
+                assert abs(lam.item() - 1) < 1e-6
+
+
 @triton.jit
 def counting_kernel(OUT, n):
     total = 0

@@ -23,7 +23,12 @@ NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
 @pytest.mark.slow
 def test_interpreted() -> None:
     # In one process: the start of each takes longer than what it tests.
-    done = interpreted("test_shapes", "test_each_image_has_its_own_power", "test_bad_images_stay_alone")
+    done = interpreted(
+        "test_shapes",
+        "test_each_image_has_its_own_power",
+        "test_bad_images_stay_alone",
+        "test_no_matrix_is_orthogonal_to_the_start",
+    )
     # The Triton of torch 2.11 converts arrays in a way that NumPy 2.5 refuses; newer ones do not.
     if done.returncode and NUMPY >= (2, 5) and interpreted("loop_up_to_an_argument").returncode:
         pytest.skip("under this NumPy, this Triton's interpreter cannot run a loop at all")

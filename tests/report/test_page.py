@@ -22,7 +22,7 @@ from wellposed.report.packing import pack, unpacked
 from wellposed.report.page import LIBRARIES
 from wellposed.report.thinning import thin
 from wellposed.train import Recipe
-from wellposed.train.report import Reporter
+from wellposed.train.reporter import Reporter
 
 STUDIES = Path(__file__).parents[2] / "results" / "studies"
 

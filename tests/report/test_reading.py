@@ -14,7 +14,7 @@ from wellposed.probes.diagnosis import Diagnosis
 from wellposed.report import read_data, read_material, report_page
 from wellposed.study import catalogue, ledger
 from wellposed.study.plan import RunRecord
-from wellposed.train.report import read_run
+from wellposed.train.log import read_run
 
 
 def test_a_real_run(tmp_path: Path) -> None:
@@ -210,8 +210,8 @@ def test_a_torn_record_of_a_study_hides_no_other(tmp_path: Path) -> None:
     assert len(material.subjects) == 2
     assert material.conclusions == ()
     assert [Path(each.path).name for each in material.damage] == ["summary.json", "records.jsonl"]
-    assert material.damage[1].what == "line 3 is torn and left out."
-    with pytest.raises(ValueError, match=r"line 3 of .*records\.jsonl"):  # a study must not go on without it
+    assert material.damage[1].what == "line 4 is torn and left out."
+    with pytest.raises(ValueError, match=r"line 4 of .*records\.jsonl"):  # a study must not go on without it
         ledger.read(tmp_path)
 
 

@@ -5,7 +5,7 @@ import torch
 from study_records import draws, kept, records
 from wellposed.study.measured import density
 from wellposed.study.measured.softmax_rows import attention_rows, rank_correlation
-from wellposed.train.trained_run import open_run
+from wellposed.train.runs import open_run
 
 
 def test_density_of_a_run(run, tmp_path):

@@ -207,7 +207,7 @@ def test_records_of_other_recipes_are_put_aside_and_told(tmp_path) -> None:
     _, text = study_runner.run(PLAIN, tmp_path, data=["digits"], changes={"epochs": 8})
     assert "context-broadcasting: 12 records of another recipe (epochs) dropped." in text
     assert {(run.data, run.recipe["epochs"]) for run in runs_of(out)} == {("digits", 8)}
-    assert len((out / ledger.DROPPED).read_text().splitlines()) == 12
+    assert len((out / ledger.DROPPED).read_text().splitlines()) == 12 + 1  # the base of their recipes
     fewer = dataclasses.replace(PLAIN, cells=lambda scale: [Cell("none"), Cell("CB", {"broadcast": "cb"})])
     _, text = study_runner.run(fewer, tmp_path, changes={"epochs": 8})
     assert "2 records of variants that the study does not have dropped." in text
@@ -242,7 +242,7 @@ def test_what_others_start_from_is_trained_again_where_it_is_needed(tmp_path) ->
     study_runner.run(mae, tmp_path, seeds=[0])
     shutil.rmtree(out / "runs")
     lines = (out / "records.jsonl").read_text().splitlines()
-    kept = [line for line in lines if json.loads(line)["label"] != "MAE, fine-tuned"]
+    kept = [line for line in lines if json.loads(line).get("label") != "MAE, fine-tuned"]
     (out / "records.jsonl").write_text("\n".join(kept) + "\n")
     outcome, _ = study_runner.run(mae, tmp_path, seeds=[0])
     assert outcome.exit_code == 0
@@ -300,7 +300,7 @@ def test_records_are_small_and_come_back(tmp_path) -> None:
     made = dataclasses.replace(run, curve=ledger.thinned(curve), measured=list(run.measured) * 6)
     ledger.write(tmp_path, [made], [])
     # 108 rows of 12 blocks, and 60 points.
-    assert (tmp_path / "records.jsonl").stat().st_size < 5000
+    assert (tmp_path / "records.jsonl").stat().st_size < 6000
     (back,) = runs_of(tmp_path)
     assert len(back.curve) == 60
     assert back.curve[-1] == {"epoch": 200, "loss": 28.571, "accuracy": 0.66667, "train_loss": 66.667}
@@ -308,3 +308,12 @@ def test_records_are_small_and_come_back(tmp_path) -> None:
     assert kappas[0] == kappas[1]
     assert len(back.measured) == len(made.measured)
     assert StudyRecords("x", "small", [back]).of("none")
+
+
+def test_a_record_has_its_whole_recipe_whatever_the_defaults(tmp_path, monkeypatch) -> None:
+    outcome, _ = study_runner.run(PLAIN, tmp_path, seeds=[0, 1])
+    before = [run.recipe for run in runs_of(outcome.folder)]
+    assert before[0]["smoothing"] == 0.1
+    changed = dataclasses.replace(Recipe(), smoothing=0.9)
+    monkeypatch.setattr(Recipe, "to_mapping", lambda self: {"smoothing": changed.smoothing})
+    assert [run.recipe for run in runs_of(outcome.folder)] == before

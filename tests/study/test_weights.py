@@ -14,7 +14,7 @@ from wellposed.nn import TokenGraying
 from wellposed.study.measured.entropy_per_head import entropy_per_head
 from wellposed.study.trained.after import conditioning_and_density
 from wellposed.study.trained.skip_ablation import POSITIONS
-from wellposed.train.trained_run import open_run
+from wellposed.train.runs import open_run
 
 TEST_IMAGES = 400
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import wellposed as wp
+from wellposed.linalg.spectral_plan import DEFAULT_TOLERANCE
 from wellposed.surgery.insertion import Inserted
 from zoo import BY_NAME, WITH_EMBEDDING, Case, each_kind, every_family, families, output
 
@@ -226,7 +227,22 @@ def test_records_tell_what_was_touched() -> None:
     model = BY_NAME["timm vit"].model()
     gray = wp.gray_tokens(model, 0.7, "svd")
     assert gray == (
-        wp.Edit("gray_tokens", "embedding", None, "patch_embed", str(model.patch_embed.inserted_after.op)),
+        wp.Edit(
+            "gray_tokens",
+            "embedding",
+            None,
+            "patch_embed",
+            str(model.patch_embed.inserted_after.op),
+            {
+                "eps": 0.7,
+                "method": "svd",
+                "target_kappa": None,
+                "rescale": True,
+                "floor": None,
+                "tolerance": DEFAULT_TOLERANCE,
+                "precision": "auto",
+            },
+        ),
     )
     cb = wp.broadcast_context(model, "mlp.middle", blocks=1)
     assert [(edit.block, edit.module) for edit in cb] == [(1, "blocks.1.mlp.fc2")]
@@ -236,6 +252,8 @@ def test_records_tell_what_was_touched() -> None:
         (0, "ffn", "blocks.0.join_ffn"),
     ]
     assert set(wp.edits(model)) == {*gray, *cb, *skips}
+    assert cb[0].settings == {"scaled": False, "init": "cb"}
+    assert skips[0].settings == {"allow_drop_path": False}
     table = str(wp.edits(model)).splitlines()
     assert table[0].split() == ["edit", "where", "block", "module", "detail"]
     assert len(table) == 5

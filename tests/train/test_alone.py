@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from short_runs import recipe, run
-from wellposed.train import alone, fitting
+from wellposed.train import durable as alone
+from wellposed.train import fitting
 from wellposed.train.loop import Loop
 from wellposed.train.recipe_file import write_recipe
-from wellposed.train.run_folder import open_folder
+from wellposed.train.runs import open_folder
 
 
 @pytest.fixture

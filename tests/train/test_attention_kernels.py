@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from wellposed.train import fitting
-from wellposed.train.attention_kernels import without_cudnn_attention
+from wellposed.train.guard import without_cudnn_attention
 from wellposed.train.recipe import Recipe
 
 

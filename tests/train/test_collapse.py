@@ -4,9 +4,9 @@ import pytest
 
 from short_runs import run, weights
 from wellposed.train import Recipe
-from wellposed.train.evaluate import Tested as Found
+from wellposed.train.log import read_run
 from wellposed.train.loop import Loop
-from wellposed.train.report import read_run
+from wellposed.train.tasks import Tested as Found
 
 
 def epochs_tested(folder) -> list[int]:

@@ -8,9 +8,9 @@ from torch._dynamo import config
 from torch._dynamo.utils import counters
 
 from short_runs import run, weights
+from wellposed.train.log import read_run
 from wellposed.train.parallel import room_for_programs
 from wellposed.train.recipe import Recipe
-from wellposed.train.report import read_run
 
 pytestmark = pytest.mark.usefixtures("without_kernels")
 ONE_BLOCK = {"graying": "dct", "eps": 0.5, "gray_where": "blocks", "gray_blocks": "0"}

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from short_runs import run, signal_at, weights
 from wellposed.train import loop as loop_module
+from wellposed.train.log import read_run
 from wellposed.train.loop import Loop
-from wellposed.train.report import read_run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

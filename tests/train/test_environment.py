@@ -8,8 +8,8 @@ import pytest
 import timm
 import torch
 
-from wellposed.train import environment as module
-from wellposed.train.environment import command_line, environment, without_secrets
+from wellposed import environment as module
+from wellposed.environment import command_line, environment, without_secrets
 
 
 def git(folder, *arguments) -> str:

@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 
 import wellposed as wp
 from wellposed.probes.image_sources import decode
-from wellposed.train import folder_swap
-from wellposed.train.checkpoint import durable
-from wellposed.train.export import export_weights
-from wellposed.train.model_card import FIRST_LOCAL_DIR
+from wellposed.train import durable
+from wellposed.train import durable as folder_swap
+from wellposed.train.export import FIRST_LOCAL_DIR, export_weights
 from wellposed.train.recipe import Recipe
 from wellposed.train.recipe_file import combine, read_recipe
 

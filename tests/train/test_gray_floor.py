@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from short_runs import assert_bitwise, recipe, run, signal_at, weights
+from wellposed.train.log import read_run
 from wellposed.train.recipe import Recipe
-from wellposed.train.report import read_run
-from wellposed.train.resolve import resolve_floor
-from wellposed.train.run_folder import default_folder
-from wellposed.train.setup import make_accelerator, prepare
+from wellposed.train.resolve import make_accelerator, prepare, resolve_floor
+from wellposed.train.runs import default_folder
 
 CPU = torch.device("cpu")
 PLAN = importlib.import_module("wellposed.linalg.spectral_plan")

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import wellposed as wp
 from mae_models import FAMILIES, all_edits, build, grayed_embedding, inputs
 from wellposed.nn.functional import gray
-from wellposed.train.mae_check import mae_warnings
-from wellposed.train.mae_masks import mask_noise, mask_of, visible_count
+from wellposed.train.mae import mae_warnings, mask_noise, mask_of, visible_count
 from wellposed.train.recipe import Recipe
 
 # Against a reference

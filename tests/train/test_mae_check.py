@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mae_models import TINY, build, encoder, inputs
-from wellposed.train.mae import MaskedAutoencoder
-from wellposed.train.mae_check import check_mae
-from wellposed.train.mae_decoder import decoder_size
+from wellposed.train.mae import MaskedAutoencoder, check_mae, decoder_size
 
 
 def _swin() -> nn.Module:

@@ -10,9 +10,14 @@ from torch import Tensor
 from mae_models import FAMILIES, TINY, all_edits, build, inputs
 from wellposed.linalg import condition_number
 from wellposed.probes import Monitor
-from wellposed.train.mae import FixedMask, MaskedAutoencoder, encoder_state
-from wellposed.train.mae_masks import mask_noise, mask_of
-from wellposed.train.mae_picture import draw_reconstruction
+from wellposed.train.mae import (
+    FixedMask,
+    MaskedAutoencoder,
+    draw_reconstruction,
+    encoder_state,
+    mask_noise,
+    mask_of,
+)
 
 
 def test_captured_in_one_graph_and_once():

@@ -8,10 +8,10 @@ from short_runs import recipe
 from wellposed.train import Recipe
 from wellposed.train.bench import run as bench
 from wellposed.train.data import open_data
-from wellposed.train.monitoring import PacedMonitor
-from wellposed.train.optimize import SCHEDULES, make_schedule
+from wellposed.train.loop import PacedMonitor
+from wellposed.train.optimizer import SCHEDULES, make_schedule
 from wellposed.train.resolve import own_patch, resolve, resolve_for
-from wellposed.train.run_folder import decisive, default_folder
+from wellposed.train.runs import decisive, default_folder
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 
     def __init__(self, monkeypatch, cost: float) -> None:
         self.now, self.cost = 0.0, cost
-        monkeypatch.setattr("wellposed.train.monitoring.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("wellposed.train.loop.time.monotonic", lambda: self.now)
 
     def measure(self) -> dict[str, float]:
         self.now += self.cost

@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wellposed.train.recipe import Recipe, field_types
-from wellposed.train.recipe_checks import RANGES
-from wellposed.train.recipe_values import kind_of
+from wellposed.train.recipe import RANGES, Recipe, field_types, kind_of
 
 
 def test_every_field_has_a_default_a_help_and_a_group() -> None:

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.train.batches import Batch
-from wellposed.train.parallel import is_recorded_here
+from wellposed.train.parallel import WARM_UP, CudaRecorder, RecordedPass, is_recorded_here
 from wellposed.train.recipe import Recipe
-from wellposed.train.recording import WARM_UP, CudaRecorder, RecordedPass
 
 
 class Fake:

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from wellposed.train import signals
-from wellposed.train.signals import StopRequest
+from wellposed.train import loop as signals
+from wellposed.train.loop import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import wellposed as wp
 from wellposed.models import build, describe_weights
-from wellposed.train.linear_probe import freeze_for_probe, probe_train_mode
 from wellposed.train.mae import MaskedAutoencoder, encoder_state
-from wellposed.train.start import start_from
+from wellposed.train.model import start_from
+from wellposed.train.tasks import freeze_for_probe, probe_train_mode
 
 TINY = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
 

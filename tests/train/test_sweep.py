@@ -20,10 +20,8 @@ from rich.console import Console
 from wellposed.train.recipe import Recipe
 from wellposed.train.recipe_file import write_recipe
 from wellposed.train.sweep import child_environment, default_jobs, gpu_is_there, run
-from wellposed.train.sweep.children import Child
 from wellposed.train.sweep.plan import Run, distinct_names, find_recipes, plan
-from wellposed.train.sweep.progress import Progress
-from wellposed.train.sweep.screen import as_table
+from wellposed.train.sweep.processes import Child, Progress, as_table
 
 # What a run does is in its recipe's field "data".
 RUNNER = """

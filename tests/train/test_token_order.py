@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from wellposed import surgery
 from wellposed.anatomy import blocks
 from wellposed.train import Recipe
-from wellposed.train.tasks import make_task
-from wellposed.train.token_order import order_tokens
+from wellposed.train.tasks import make_task, order_tokens
 
 
 def vit(**options: object) -> nn.Module:

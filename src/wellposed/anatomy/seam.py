@@ -34,6 +34,8 @@ class Join(nn.Module):
     A forward hook here sees the skip, the branch and their sum.
     """
 
+    allow_drop_path = False  # what the removal of the skip was called with
+
     def __init__(self, role: Role, name: str = "") -> None:
         super().__init__()
         self.role: Role = role

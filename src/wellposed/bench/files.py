@@ -9,8 +9,8 @@ from typing import Any, get_args, get_type_hints
 
 from wellposed.bench.growth import GrowthRow
 from wellposed.bench.steps import StepRow
+from wellposed.environment import environment
 from wellposed.files import read_object, write_cells, write_text
-from wellposed.train.environment import environment
 
 STEPS, GROWTH, PICTURE = "graying-steps", "graying-growth", "graying-growth.png"
 

@@ -90,8 +90,7 @@ class Chain:
 
 def chain_of(eps: float, floor: float = 1e-4, tolerance: float = 5e-4) -> Chain:
     """The chain for a power where float64 is fast."""
-    from wellposed.linalg.hopper.wide import wide_steps
-    from wellposed.linalg.spectral_fit import fit_power
+    from wellposed.linalg.spectral_fit import fit_power, wide_steps
 
     fit = fit_power(eps, floor, tolerance)
     return Chain(fit.steps, wide_steps(fit.steps, fit.delta, floor ** (eps - 1)))

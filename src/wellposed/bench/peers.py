@@ -27,7 +27,7 @@ from wellposed.bench.growth import BOTH, FORWARD
 from wellposed.bench.operations import gray_by_eigh
 from wellposed.linalg import dct_matrix
 from wellposed.linalg.power import power_gain
-from wellposed.linalg.spectral_coefficients import chain_coefficients
+from wellposed.linalg.spectral_fit import chain_coefficients
 from wellposed.linalg.spectral_plan import FLOOR_FLOAT32
 from wellposed.linalg.spectral_power import _Chain
 from wellposed.nn.functional import gray

@@ -15,9 +15,9 @@ import torch
 
 from wellposed.bench.timing import PeakMemory, message, release, seconds_per_call
 from wellposed.compiling import many_programs
+from wellposed.train.batches.order import generators_kept
 from wellposed.train.bench import bare_step
 from wellposed.train.recipe import Recipe
-from wellposed.train.seeding import generators_kept
 
 PLAIN = "plain"
 EDITS: dict[str, dict[str, Any]] = {

@@ -100,7 +100,7 @@ def diagnose(
     with plain_errors():
         import wellposed
         from wellposed import diagnosing
-        from wellposed.train.environment import environment
+        from wellposed.environment import environment
 
         kind, measures = device_named(device), parts(what)
         by_name: dict[str, Any] = {

@@ -38,7 +38,7 @@ def train(
             typer.echo(recipe_text(made), nl=False)
             return
         from wellposed.train import fit
-        from wellposed.train.launching import leave_processes
+        from wellposed.train.distributed import leave_processes
 
         result = fit(made, out=out, overwrite=overwrite)
         leave_processes()

@@ -32,6 +32,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from wellposed.linalg.eager import constant, is_traced
 
 MARGIN = 1.05
 """The chain divides by this much more than lambda_max, for a lambda_max that was found a little too small."""
@@ -45,12 +48,21 @@ SMALLEST_FLOOR = 1e-6
 LARGEST_DELTA = 0.6
 """The chain is bounded while b_0 <= 2. With this delta it is so up to x = 1.3."""
 
+PAIR_LIMIT = 7e-5
+"""The smallest eigenvalue that a step in pairs of float16 may carry: it rounds by 1e-7 of the largest."""
+
+GAIN_LIMIT = 300
+"""Tensor cores round sums downwards by 1e-7: times the gain, the error of the largest singular values."""
+
 _DELTAS = 25  # from 0 to the largest, for a first look
 _RIDGE = 1e-8  # on the heights: some steps look alike on the grid, and would grow and cancel without it
 _DAMPING = 0.01  # a point that the fit meets exactly keeps this part of its weight for the next round
 _POINTS = 10  # of the grid, for each unit of log x
 _NODES = 24  # eps at which a family is fitted
 _FAMILY_POWERS = (0.0, 0.2, 0.4, 0.6, 0.8, 0.95)  # that choose its delta and weights; then all are checked
+
+
+Numbers = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -161,6 +173,20 @@ def _fit_family(floor: float, tolerance: float) -> FitFamily:
             return FitFamily(floor, steps, best.delta.item(), error, tuple(map(tuple, table.tolist())))
         reached = min(reached, error)
     raise _unreachable(tolerance, floor, reached)
+
+
+def wide_steps(steps: int, delta: float, largest_gain: float) -> int:
+    """How many steps of a chain need float64 where the others run in pairs of float16.
+
+    Those until the smallest eigenvalue of use has grown to PAIR_LIMIT: it reaches 1 at the last step, and
+    grows by 2 (1 + delta) in each. All of them where large singular values come of large gains that cancel.
+
+    >>> wide_steps(20, 0.3, largest_gain=16), wide_steps(22, 0.2, largest_gain=600)
+    (10, 22)
+    """
+    if largest_gain > GAIN_LIMIT:
+        return steps
+    return max(steps - math.floor(math.log(1 / PAIR_LIMIT) / math.log(2 * (1 + delta))), 0)
 
 
 def check_floor(floor: float) -> None:
@@ -306,3 +332,72 @@ def _series_in_eps(floor: float, steps: int, delta: Tensor, weights: Tensor) -> 
     series = torch.cos(degrees[:, None] * angles) @ columns.coefficients(heights)[0] * (2 / _NODES)
     series[0] /= 2
     return series
+
+
+# On a device. A copy to it would make an eager step wait and cannot be recorded in a CUDA graph, so numbers
+# are kept there. In a traced program they are constants: a tensor made by a tracer must not be kept.
+
+
+def chain_coefficients(
+    eps: float | Tensor, floor: float, tolerance: float, device: torch.device
+) -> tuple[Tensor, float]:
+    """Coefficients (1 or B, K + 2) of the powers eps, a number or a tensor (1 or B), and their delta."""
+    # With dynamic=True torch.compile takes numbers for symbols, also those of a module; not of __float__.
+    floor, tolerance = floor.__float__(), tolerance.__float__()
+    if not isinstance(eps, Tensor):
+        eps = eps.__float__()
+        return _of_power(eps, floor, tolerance, device), _delta_of_power(eps, floor, tolerance)
+    # The series is read off in float64, which MPS lacks, and the result rounded once.
+    wide = torch.device("cpu") if device.type == "mps" else device
+    series = _of_family(floor, tolerance, wide)
+    coefficients = series_at(eps.detach().to(wide), series)
+    return coefficients.to(device, _widest(device)), _delta_of_family(floor, tolerance)
+
+
+# torch.compile runs these when it traces, and takes what they return for constants.
+
+
+@constant
+def _of_power(eps: float, floor: float, tolerance: float, device: torch.device) -> Tensor:
+    with _disable_current_modes():
+        numbers = (fit_power(eps, floor, tolerance).coefficients,)
+    return _on(numbers, device)
+
+
+@constant
+def _of_family(floor: float, tolerance: float, device: torch.device) -> Tensor:
+    with _disable_current_modes():
+        numbers = fit_family(floor, tolerance).table
+    return _on(numbers, device)
+
+
+@constant
+def _delta_of_power(eps: float, floor: float, tolerance: float) -> float:
+    with _disable_current_modes():
+        return fit_power(eps, floor, tolerance).delta
+
+
+@constant
+def _delta_of_family(floor: float, tolerance: float) -> float:
+    with _disable_current_modes():
+        return fit_family(floor, tolerance).delta
+
+
+def _on(numbers: Numbers, device: torch.device) -> Tensor:
+    make = _made if is_traced() else _kept
+    return make(numbers, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(numbers: Numbers, device: torch.device) -> Tensor:
+    # A tensor made inside inference mode could not serve a later training step.
+    with torch.inference_mode(False), torch.no_grad():
+        return _made(numbers, device)
+
+
+def _made(numbers: Numbers, device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=_widest(device), device=device)
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -175,7 +175,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 def _has_kernels(device: torch.device) -> bool:
     if _capability(device) != _HOPPER or not _has_triton():
         return False
-    from wellposed.linalg.hopper import ops  # noqa: F401  here, so that a compiler knows the operations
+    from wellposed.linalg.hopper import engine  # noqa: F401  here, so that a compiler knows the operations
 
     return True
 

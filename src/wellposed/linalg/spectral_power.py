@@ -27,12 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellposed.linalg.hopper.wide import wide_steps
 from wellposed.linalg.once import once
 from wellposed.linalg.precision import without_autocast
 from wellposed.linalg.spectral_chain import Chain, chain_backward, chain_forward
-from wellposed.linalg.spectral_coefficients import chain_coefficients
 from wellposed.linalg.spectral_eigen import Eigen, eigen_backward, eigen_forward
+from wellposed.linalg.spectral_fit import chain_coefficients, wide_steps
 from wellposed.linalg.spectral_plan import (
     DEFAULT_TOLERANCE,
     Plan,
@@ -147,8 +146,10 @@ def _apply_chain(
     x: Tensor, coefficients: Tensor, delta: float, plan: Plan, rescale: bool, largest_gain: float
 ) -> Tensor:
     if plan.engine == "hopper":
+        from wellposed.linalg.hopper.engine import ChainPower  # here: it needs Triton
+
         wide = wide_steps(coefficients.size(1) - 2, delta, largest_gain)
-        return _over_wide(x, lambda X: _Hopper.apply(X, coefficients, delta, rescale, wide)[0])
+        return _over_wide(x, lambda X: ChainPower.apply(X, coefficients, delta, rescale, wide)[0])
     dtype, keep = getattr(torch, plan.precision), _needs_gradient(x)
     return _over_wide(x, lambda X: _Chain.apply(X, coefficients, delta, rescale, dtype, keep)[0])
 
@@ -234,48 +235,3 @@ class _Chain(torch.autograd.Function):
                 )[1]
             out = chain_backward(grad, x, chain, coefficients, ctx.delta, rescale=ctx.rescale)
         return out, *[None] * 5
-
-
-class _Hopper(torch.autograd.Function):
-    """The chain by kernels, which know the rescaled form only."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        x: Tensor, coefficients: Tensor, delta: float, rescale: bool, wide: int
-    ) -> tuple[Tensor, ...]:
-        with without_autocast(x):
-            # The literal form is divided before it is rounded.
-            tokens = x if rescale else x.float()
-            y, *chain = torch.ops.wellposed.chain_forward(tokens, coefficients, delta, wide)
-            y = y if rescale else (y / _size(chain[2])).to(x.dtype)
-        return y, *chain
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, coefficients, ctx.delta, ctx.rescale, _ = inputs
-        ctx.mark_non_differentiable(*output[1:])
-        y, *chain = output
-        ctx.save_for_backward(x, coefficients, x if ctx.rescale else y, *chain)
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, coefficients, y, Z, stack, lam, u = ctx.saved_tensors
-        with without_autocast(grad):
-            size = _size(lam)
-            upstream = grad if ctx.rescale else grad.float() / size
-            out = torch.ops.wellposed.chain_backward(upstream, x, Z, stack, lam, u, coefficients, ctx.delta)
-            if ctx.rescale:  # it has seen to zero tokens and to those that are not finite
-                return out, *[None] * 4
-            # Y has been divided by s_max = |u^T X|: the gradient of that is - <G, Y> / s_max^2 u u^T X.
-            u = u[:, None, : x.shape[1]]
-            along = (u @ x.float()) / size * (upstream * y.float()).sum((-2, -1), keepdim=True)
-            out = (out - u.mT * along).to(grad.dtype)
-            zero, finite = (flag[:, None, None] for flag in (lam == 0, lam.isfinite()))
-            return torch.where(zero, grad, torch.where(finite, out, 0)), *[None] * 4
-
-
-def _size(lam: Tensor) -> Tensor:
-    return torch.where(lam == 0, 1, lam).sqrt()[:, None, None]

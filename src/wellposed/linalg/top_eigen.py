@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 LANCZOS_STEPS = 32
-"""The kernel for Hopper GPUs works on rows of a power of two: 40 steps take twice as long there as 32."""
 
 START_SQUARINGS = 5
 """Up to the power of the start. At the worst they leave the value of 196 tokens 1.18 times too low, with
@@ -35,7 +34,7 @@ def top_eigenpair(
     """(B,) eigenvalues and (B, n) vectors of length one; zero for a zero matrix, NaN for one with a NaN."""
     steps = min(steps, A.shape[-1])
     smallest = torch.finfo(A.dtype).tiny
-    basis = _start(A, squarings)
+    basis = power_start(A, squarings)
     alphas, betas = [], []
     for step in range(steps):
         last = basis[:, -1:]
@@ -56,18 +55,19 @@ def top_eigenpair(
     return lam.to(A.dtype), u
 
 
-def _start(A: Tensor, squarings: int) -> Tensor:
+def power_start(A: Tensor, squarings: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A direction (B, 1, n) near the leading vector, from the power 2^squarings of A made in ``dtype``."""
     n = A.shape[-1]
     # Positive, as the leading vector of tokens with a common mean is, and like no eigenvector by chance.
     index = torch.arange(1, n + 1, device=A.device, dtype=torch.float32)
     fixed = (0.5 + torch.frac(index * 0.61803399)).expand(A.shape[0], 1, n)
     if squarings == 0:
         return _normalized(fixed.to(A.dtype))
-    power = _unit(A).float()  # a start needs no more digits
+    power = _unit(A).to(dtype)  # a start needs no more digits
     for _ in range(squarings):
         power = _unit(torch.bmm(power, power))
-    mixed = _normalized(torch.bmm(fixed, power))
-    column = _normalized(_largest_column(power).mT)
+    mixed = _normalized(torch.bmm(fixed.to(dtype), power).float())
+    column = _normalized(_largest_column(power).mT.float())
     # With the sign that keeps them from cancelling.
     is_opposite = (mixed * column).sum(-1, keepdim=True) < 0
     return _normalized(torch.where(is_opposite, mixed - column, mixed + column).to(A.dtype))

@@ -31,6 +31,7 @@ class ContextBroadcast(nn.Module):
     """
 
     scale: nn.Parameter | None
+    init: Init = "cb"
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class ContextBroadcast(nn.Module):
         super().__init__()
         if init not in get_args(Init):
             raise ValueError(f"init must be one of {', '.join(get_args(Init))}, got {init!r}.")
+        self.init = init
         if channels is None:
             if init != "cb":
                 raise ValueError(
@@ -58,6 +60,11 @@ class ContextBroadcast(nn.Module):
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         return functional.broadcast(x, self.scale, padding)
+
+    @property
+    def settings(self) -> dict[str, bool | str]:
+        """What it was made with, as plain words."""
+        return {"scaled": self.scale is not None, "init": self.init}
 
     def extra_repr(self) -> str:
         return "" if self.scale is None else f"channels={len(self.scale)}"

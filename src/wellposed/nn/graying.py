@@ -62,6 +62,19 @@ class TokenGraying(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._gray(x)
 
+    @property
+    def settings(self) -> dict[str, float | str | None]:
+        """What it was made with, as plain numbers and words; ``eps`` is today's, it may have changed."""
+        return {
+            "eps": None if self.eps is None else float(self.eps),
+            "method": self.method,
+            "target_kappa": None if self.target_kappa is None else float(self.target_kappa),
+            "rescale": bool(self.rescale),
+            "floor": None if self.floor is None else float(self.floor),
+            "tolerance": float(self.tolerance),
+            "precision": self.precision,
+        }
+
     def extra_repr(self) -> str:
         shown: dict[str, object] = {"eps": None if self.eps is None else float(self.eps)}
         shown |= {"target_kappa": self.target_kappa, "method": self.method}

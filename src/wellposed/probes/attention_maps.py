@@ -32,12 +32,11 @@ from torch.overrides import TorchFunctionMode
 
 from wellposed.anatomy.cores import at_least_float32
 from wellposed.anatomy.cores import attention_probabilities as attention_probabilities
-from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.masks import far_below, hidden_by
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.model import no_attention as no_attention
 from wellposed.linalg.precision import full_float32, without_autocast
-from wellposed.probes.observe import is_repeated, layout_of, padding_of, removing, stream_of
+from wellposed.probes.observe import is_repeated, padding_of, removing, stream_of, tokens_of
 
 See = Callable[[Block, Tensor], None]
 """Gets a block and attention probabilities (images, W, H, N, M), in at least float32."""
@@ -91,12 +90,13 @@ class Source(NamedTuple):
     """How the probabilities that ``see`` is looking at were made.
 
     ``dtype`` is that of the model's q and k, or of its scores; ``order`` counts the attentions of a block,
-    from 0.
+    from 0. ``tells_heads`` is False where heads and windows lie on one axis, all of them shown as windows.
     """
 
     estimator: str
     dtype: torch.dtype
     order: int
+    tells_heads: bool = True
 
 
 class Rows(NamedTuple):
@@ -134,7 +134,7 @@ class AttentionWatch(TorchFunctionMode):
         self.silent: dict[int, Block] = {}
 
     def enter(self, block: Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        batch = to_tokens(stream_of(block, args, kwargs), layout_of(block)).shape[0]
+        batch = tokens_of(block, stream_of(block, args, kwargs)).shape[0]
         sampled = 0 if is_repeated(block) else min(batch, self.images - self._seen.get(block.index, 0))
         # Once is enough where a block holds another one.
         switch_on = sampled > 0 and not any(run.switched_on for run in self._runs)
@@ -194,11 +194,11 @@ class AttentionWatch(TorchFunctionMode):
     def _show(self, run: _Run, maps: "_Maps") -> None:
         axes = len(maps.shape)
         windows, rest = divmod(maps.shape[0], run.batch)
-        if rest or axes not in (3, 4, 5) or (axes != 4 and windows != 1):
+        if rest or axes not in (3, 4, 5) or (axes == 5 and windows != 1):
             raise ValueError(
-                f"expected attention of shape (B, H, N, M), (B W, H, N, M), (B, W, H, N, M) or (B, N, M) for "
-                f"B = {run.batch} images in {run.block.name} ({type(run.block.module).__name__}), "
-                f"got {tuple(maps.shape)}; give the heads an axis of their own."
+                "expected attention of shape (B, H, N, M), (B W, H, N, M), (B, W, H, N, M) or (B W H, N, M) "
+                f"for B = {run.batch} images in {run.block.name} ({type(run.block.module).__name__}), "
+                f"got {tuple(maps.shape)}; put the images first."
             )
         order, run.shown = run.shown, run.shown + 1
         padding = padding_of(run.block, _rows_of(maps.shape, run.batch))
@@ -208,16 +208,18 @@ class AttentionWatch(TorchFunctionMode):
             last = min(first + at_once, run.sampled)
             p = maps.rows(slice(first * windows, last * windows))
             if axes == 3:
-                p = p[:, None, None]
+                p = p.reshape(last - first, windows, 1, *p.shape[1:])
             elif axes == 4:
                 p = p.reshape(last - first, windows, *p.shape[1:])
             keys = maps.keys(slice(first * windows, last * windows)) if maps.keys is not None else None
-            if keys is not None and axes == 3 and keys.ndim == 2:
-                keys = keys[:, None, None]
+            if keys is not None and axes == 3:  # (images W or 1, N or 1), or one axis more in front
+                keys = keys.reshape(-1, keys.shape[-1])
+                keys = keys.reshape(-1, windows if len(keys) > 1 else 1, 1, keys.shape[-1])
             elif keys is not None and keys.ndim == 3:  # (images W or 1, H or 1, N or 1)
                 keys = keys.reshape(-1, windows if len(keys) > 1 else 1, *keys.shape[1:])
             of_these = padding[first:last] if isinstance(padding, Tensor) else padding
-            self.source, self.rows = Source(maps.estimator, maps.dtype, order), Rows(keys, of_these)
+            self.source = Source(maps.estimator, maps.dtype, order, axes != 3 or windows == 1)
+            self.rows = Rows(keys, of_these)
             self.see(run.block, p)
 
 

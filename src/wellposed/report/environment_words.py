@@ -1,10 +1,10 @@
-"""Where something ran, as text: from what :func:`wellposed.train.environment.environment` wrote."""
+"""Where something ran, as text: from what :func:`wellposed.environment.environment` wrote."""
 
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from wellposed.train.environment import without_secrets
+from wellposed.environment import without_secrets
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -53,7 +53,7 @@ def gallery(material: Material, folder: Path | None) -> Gallery:
 
 def digits(patch: int, why: str = "") -> Gallery:
     """Three of the embedded digits."""
-    from wellposed.train.data.digits import all_digits
+    from wellposed.train.data.sets import all_digits
 
     pixels, labels = all_digits()
     chosen = [int((labels == digit).nonzero()[0][0]) for digit in (3, 8, 0)]
@@ -104,7 +104,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _of_set(data: str, kind: str, patch: int) -> Gallery:
-    from wellposed.train.data.opening import contents_of
+    from wellposed.train.data.sets import contents_of
 
     contents = contents_of(data, 0)
     part = contents.test or contents.train

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from wellposed.environment import without_secrets
 from wellposed.files import parse_toml, read_bytes
 from wellposed.records import AT_LEAST, Record, Status, read_json
 from wellposed.report.charts import finite
@@ -24,10 +25,8 @@ from wellposed.report.subjects import (
     with_marks,
     with_unique_names,
 )
-from wellposed.train.environment import without_secrets
-from wellposed.train.report.run_log import NAME as RUN
-from wellposed.train.report.run_log import read_run
-from wellposed.train.report.summary import summarise
+from wellposed.train.log import NAME as RUN
+from wellposed.train.log import read_run, summarise
 
 DIAGNOSIS = "diagnosis.json"
 _FREE = ("seed", "device", "workers", "placement", "trackers", "keep", "log_every")

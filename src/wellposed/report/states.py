@@ -17,8 +17,8 @@ def state_of_run(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any])
     """Of ``run.jsonl``.
 
     Args:
-        lines: as :func:`wellposed.train.report.read_run` gives them.
-        summary: of :func:`wellposed.train.report.summary.summarise`.
+        lines: as :func:`wellposed.train.log.read_run` gives them.
+        summary: of :func:`wellposed.train.log.summarise`.
 
     >>> state_of_run([{"event": "terminated"}, {"event": "note"}], {"finished": False, "updates": 30})
     'not finished: stopped by a signal at update 30'

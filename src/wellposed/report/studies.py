@@ -15,7 +15,6 @@ from wellposed.study.files import SUMMARY
 from wellposed.study.ledger import RECORDS
 from wellposed.study.ledger import read as read_records
 from wellposed.study.plan import RunRecord
-from wellposed.train.recipe import Recipe
 
 _JACOBIAN = "jacobian spectrum"
 _KNOWN = {field.name for field in fields(Record)}
@@ -50,8 +49,7 @@ def read_study(folder: Path) -> Found:
 
 
 def _subject(run: RunRecord, summary: Mapping[str, Any], study: str, several: bool) -> Subject:
-    # A record leaves out what is a recipe's default.
-    recipe = {**Recipe().to_mapping(), **run.recipe}
+    recipe = run.recipe
     label = f"{run.label}, {run.data}" if several else run.label
     ended = {**run.result, "finished": run.state == "finished"}
     state = state_in_words(ended, run.state)

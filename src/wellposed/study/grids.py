@@ -115,7 +115,6 @@ class Grid:
         )
         if now is None:
             return "another choice of values"
-        default = Recipe().to_mapping()
         wanted = now.recipe.to_mapping()
         changed = [
             name
@@ -123,6 +122,6 @@ class Grid:
             # These are not as they were asked for: names for folders, and what was open.
             if name not in ("data", "start_from", "trackers")
             and (name, value) != ("placement", "auto")
-            and record.recipe.get(name, default.get(name)) != value
+            and record.recipe.get(name) != value
         ]
         return f"another recipe ({', '.join(changed)})" if changed else "another recipe"

@@ -1,11 +1,13 @@
-"""``records.jsonl``: one line a run, and then what was measured without one.
+"""``records.jsonl``: the recipe that the runs share, one line a run, and then what was measured without one.
 
 It is what a report is made from, and it remembers: a run whose record stands there is not trained again,
-though its folder and its weights may be gone.
+though its folder and its weights may be gone. A recipe in it is whole: the first line has the values that
+the runs share, and each run what differs from them. No default of the program stands between.
 """
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,8 @@ from wellposed.files import parse_json, read_bytes
 from wellposed.study.compact import POINTS, packed_rows, rounded, thinned, unpacked_rows
 from wellposed.study.files import write_lines
 from wellposed.study.plan import RunRecord
-from wellposed.train.recipe import Recipe
-from wellposed.train.report import read_run
-from wellposed.train.sweep.progress import is_finished, read_result
+from wellposed.train.log import read_run
+from wellposed.train.sweep.processes import is_finished, read_result
 
 RECORDS = "records.jsonl"
 DROPPED = "records-dropped.jsonl"
@@ -47,6 +48,7 @@ def read(
     runs: list[RunRecord] = []
     measured: list[dict[str, Any]] = []
     strange: list[str] = []
+    base: Mapping[str, Any] | None = None
     for number, line in enumerate(read_bytes(path, 2**32).splitlines() if path.exists() else [], 1):
         values = _values(line)
         if values is None:
@@ -56,10 +58,12 @@ def read(
                     "the study makes its run again."
                 )
             torn.append(number)
+        elif values.keys() == {"base"}:
+            base = values["base"]
         elif "label" not in values:
             measured.append(values)
-        elif values.keys() <= _NAMES and values.get("run"):
-            runs.append(_unpacked(values))
+        elif values.keys() <= _NAMES and values.get("run") and base is not None:
+            runs.append(_unpacked(values, base))
         else:
             strange.append(line.decode())
     return runs, measured, strange
@@ -81,32 +85,54 @@ def write(
 ) -> None:
     """``strange`` are lines that this version cannot read; they stay as they are."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [*map(packed, runs), *map(rounded, measured), *map(json.loads, strange)]
-    write_lines(folder / RECORDS, lines)
+    write_lines(folder / RECORDS, [*packed(runs), *map(rounded, measured), *map(json.loads, strange)])
 
 
 def add_dropped(folder: Path, runs: Sequence[RunRecord], strange: Sequence[str]) -> None:
     """Keep what is no longer reported beside: it may have taken days."""
-    lines = [json.dumps(packed(run), ensure_ascii=False) for run in runs] + list(strange)
+    lines = [json.dumps(line, ensure_ascii=False) for line in packed(runs)] + list(strange)
     with (folder / DROPPED).open("a", encoding="utf-8") as file:
         file.writelines(f"{line}\n" for line in lines)
 
 
-def packed(run: RunRecord) -> dict[str, Any]:
-    """A record as a line; of the recipe what is not the default."""
-    values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
-    default = Recipe().to_mapping()
-    values["recipe"] = {
-        name: value for name, value in run.recipe.items() if name not in default or default[name] != value
-    }
-    values["curve"] = packed_rows(rounded(list(run.curve)))
-    values["measured"] = packed_rows(rounded(list(run.measured)))
-    return {name: rounded(value) for name, value in values.items()}
+def packed(runs: Iterable[RunRecord]) -> list[dict[str, Any]]:
+    """Records as lines: the base of their recipes, then the runs."""
+    runs = list(runs)
+    if not runs:
+        return []
+    base = shared([run.recipe for run in runs])
+    lines: list[dict[str, Any]] = [{"base": rounded(base)}]
+    for run in runs:
+        values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+        values["recipe"] = {
+            name: run.recipe[name]
+            for name in sorted(run.recipe)
+            if name not in base or base[name] != run.recipe[name]
+        }
+        values["curve"] = packed_rows(rounded(list(run.curve)))
+        values["measured"] = packed_rows(rounded(list(run.measured)))
+        lines.append({name: rounded(value) for name, value in values.items()})
+    return lines
 
 
-def _unpacked(values: Mapping[str, Any]) -> RunRecord:
+def shared(recipes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of the fields that all recipes have, the value that most of them have.
+
+    >>> shared([{"lr": 0.1, "seed": 0}, {"lr": 0.1, "seed": 1, "eps": 0.7}, {"lr": 0.2, "seed": 1}])
+    {'lr': 0.1, 'seed': 1}
+    """
+    found = {}
+    for name in sorted(recipes[0]):
+        values = [recipe[name] for recipe in recipes if name in recipe]
+        if len(values) == len(recipes):
+            counts = Counter(json.dumps(value, sort_keys=True) for value in values)
+            found[name] = json.loads(counts.most_common(1)[0][0])
+    return found
+
+
+def _unpacked(values: Mapping[str, Any], base: Mapping[str, Any]) -> RunRecord:
     rows = {name: unpacked_rows(values.get(name, ())) for name in ("curve", "measured")}
-    return RunRecord(**{**values, **rows})
+    return RunRecord(**{**values, **rows, "recipe": {**base, **values["recipe"]}})
 
 
 def state_of(folder: Path) -> str:

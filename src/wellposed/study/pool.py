@@ -12,8 +12,8 @@ from pathlib import Path
 
 from wellposed.study.plan import data_name
 from wellposed.train.recipe import Recipe
-from wellposed.train.run_folder import default_folder
-from wellposed.train.sweep.progress import is_finished, read_result
+from wellposed.train.runs import default_folder
+from wellposed.train.sweep.processes import is_finished, read_result
 
 LATER: tuple[str, ...] = ("mix_probability", "collapse_patience")
 """Fields that recipes got after the first records were kept. Left at their default they do nothing, so the

@@ -20,7 +20,7 @@ from wellposed.study.plan import RunRecord, Scale, Study, StudyRecords, data_nam
 from wellposed.study.pool import has_weights, without_folders
 from wellposed.train.recipe import Recipe
 from wellposed.train.recipe_file import read_recipe, write_recipe
-from wellposed.train.run_folder import RECIPE
+from wellposed.train.runs import RECIPE
 
 TRIAL_POINTS = 12
 """Of the curve of a run that only chose."""

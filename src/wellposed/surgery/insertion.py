@@ -5,6 +5,7 @@ moves, copies, pickles and compiles with the model, and its parameters are in th
 ``nn.MultiheadAttention`` is no submodule's output; there the operation is run by the module's class.
 """
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from wellposed.anatomy.model import Place
 from wellposed.anatomy.packed_query import close_packed_query, open_packed_query
 from wellposed.anatomy.rows import Layout
 from wellposed.nn import ContextBroadcast
+from wellposed.surgery.record import Setting
 
 _COMPILED = (
     "graying in compiled or exported code got padding, and how many tokens are left is not known there; give "
@@ -39,6 +41,11 @@ class Inserted(nn.Module):
         self.kind = kind
         self.where = where
         self.layout = layout
+
+    @property
+    def settings(self) -> Mapping[str, Setting]:
+        """The arguments of the edit, beside its place."""
+        return cast(Mapping[str, Setting], self.op.settings)
 
     def forward(self, value: Any) -> Any:
         if isinstance(value, tuple):

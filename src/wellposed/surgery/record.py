@@ -1,22 +1,33 @@
 """What was done to a model."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from wellposed.text import aligned
 
+Setting = bool | int | float | str | list[int] | None
 _TITLES = ("edit", "where", "block", "module", "detail")
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One module touched by one edit."""
+    """One module touched by one edit.
+
+    Args:
+        kind: the function that made it: ``"gray_tokens"``, ``"broadcast_context"``, ...
+        where: its position: that function's ``where``, or the skip that was removed.
+        block: the block's index; None for an embedding.
+        module: the name of the module that was touched.
+        detail: in words, for the table.
+        settings: the other arguments of the function, as plain numbers and words.
+    """
 
     kind: str
     where: str
     block: int | None
     module: str
     detail: str = ""
+    settings: Mapping[str, Setting] = field(default_factory=dict, hash=False)
 
 
 class Edits(tuple[Edit, ...]):

@@ -68,7 +68,7 @@ def remove_skips(
     for block, roles in chosen:
         for join in block_joins(block.module, block.row):
             if join.role in roles:
-                join.keep = False
+                join.keep, join.allow_drop_path = False, allow_drop_path
     return Edits(edit for edit in edits(model) if edit not in before)
 
 

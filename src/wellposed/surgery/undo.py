@@ -35,10 +35,12 @@ def edits(model: nn.Module) -> Edits:
         for join in joins(module):
             if not join.keep:
                 place = join_names(name, f"join_{join.name}")
-                found.append(Edit("remove_skips", join.role, block_of(name), place))
+                settings = {"allow_drop_path": join.allow_drop_path}
+                found.append(Edit("remove_skips", join.role, block_of(name), place, settings=settings))
         if isinstance(module, Inserted):
             owner = name.rpartition(".")[0]
-            found.append(Edit(module.kind, module.where, block_of(owner), owner, str(module.op)))
+            block, detail = block_of(owner), str(module.op)
+            found.append(Edit(module.kind, module.where, block, owner, detail, module.settings))
     return Edits(found)
 
 

@@ -47,6 +47,11 @@ class ZeroQuery(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.channels.zeroed(x, self.heads)
 
+    @property
+    def settings(self) -> dict[str, list[int]]:
+        """The arguments of the edit."""
+        return {"heads": list(self.heads)}
+
     def extra_repr(self) -> str:
         return f"heads={list(self.heads)}, of={self.channels.heads}"
 

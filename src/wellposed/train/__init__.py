@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from wellposed.train.fitting import Result, fit
     from wellposed.train.recipe import Recipe
-    from wellposed.train.trained_run import TrainedRun, open_run
+    from wellposed.train.runs import TrainedRun, open_run
 
 __all__ = ["Recipe", "Result", "TrainedRun", "fit", "open_run"]
 
 _HOME = {
     "Recipe": "recipe",
     "Result": "fitting",
-    "TrainedRun": "trained_run",
+    "TrainedRun": "runs",
     "fit": "fitting",
-    "open_run": "trained_run",
+    "open_run": "runs",
 }
 
 

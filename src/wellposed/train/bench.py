@@ -21,16 +21,14 @@ from torch import Tensor, nn
 
 from wellposed.text import aligned
 from wellposed.train.batches import make_batches
+from wellposed.train.batches.order import generators_kept
 from wellposed.train.checkpoint import Store
 from wellposed.train.data import ImageData, Split
 from wellposed.train.data.images import PixelImages
-from wellposed.train.loop import LOOK_EVERY, Loop, Sums
+from wellposed.train.loop import LOOK_EVERY, USUAL, Loop, Sums, first_test_images, paced
 from wellposed.train.model import build_model
-from wellposed.train.monitoring import USUAL, first_test_images, paced
 from wellposed.train.recipe import Recipe
-from wellposed.train.resolve import resolve, resolve_for
-from wellposed.train.seeding import generators_kept
-from wellposed.train.setup import make_accelerator
+from wellposed.train.resolve import make_accelerator, resolve, resolve_for
 from wellposed.train.tasks import make_task
 
 WARM_UP = 12

@@ -1,23 +1,309 @@
-"""Trained weights as a folder that plain timm loads, with a model card and the recipe."""
+"""The calls of wellposed that put a recipe's edits into a model, as Python text.
+
+>>> from wellposed.train.recipe import Recipe
+>>> edit_calls(Recipe(remove_skips="ffn", skip_blocks="0,2-3"), [])
+['wp.remove_skips(model, "ffn", blocks=[0, 2, 3])']
+
+The README.md beside trained weights: what they are, how good, how to load them, how to make them again.
+
+Trained weights as a folder that plain timm loads, with a model card and the recipe.
+"""
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import timm
 from torch import Tensor
 
-from wellposed.surgery.record import Edit
-from wellposed.train.checkpoint import durable
-from wellposed.train.checkpoint.manifest import file_hash
-from wellposed.train.environment import without_secrets
-from wellposed.train.folder_swap import replaced
-from wellposed.train.model_card import Exported, model_card
+from wellposed.environment import without_secrets
+from wellposed.models import timm_architecture
+from wellposed.surgery.gray import KIND as GRAY
+from wellposed.surgery.record import Edit, Edits
+from wellposed.text import indices
+from wellposed.train import durable
+from wellposed.train.checkpoint import file_hash
+from wellposed.train.durable import replaced
+from wellposed.train.log import plain
 from wellposed.train.recipe import Recipe
 from wellposed.train.recipe_file import recipe_text
-from wellposed.train.report.run_log import plain
+
+
+def edit_calls(recipe: Recipe, edits: Sequence[Edit]) -> list[str]:
+    """One line of Python a call, for a model called ``model``.
+
+    The power of the graying is that of the edits, since it may have changed during training.
+    """
+    calls = _gray_calls(recipe, [edit for edit in edits if edit.kind == GRAY]) if recipe.graying else []
+    if recipe.broadcast is not None:
+        scaled = ", scaled=True" if recipe.broadcast == "cb_s" else ""
+        blocks = _blocks(recipe.broadcast_blocks)
+        calls.append(f'wp.broadcast_context(model, "{recipe.broadcast_where}"{scaled}{blocks})')
+    if recipe.remove_skips is not None:
+        calls.append(f'wp.remove_skips(model, "{recipe.remove_skips}"{_blocks(recipe.skip_blocks)})')
+    if recipe.uniform_heads:
+        calls.append(f"wp.uniform_heads(model, {recipe.uniform_heads}{_blocks(recipe.uniform_blocks)})")
+    return calls
+
+
+def _gray_calls(recipe: Recipe, edits: Sequence[Edit]) -> list[str]:
+    has_power = recipe.graying != "condition" and recipe.target_kappa is None
+    of_eps: dict[float | None, list[int]] = {}
+    for edit in edits:
+        eps = _eps(edit) if has_power else None
+        of_eps.setdefault(eps, []).extend([] if edit.block is None else [edit.block])
+    if not of_eps:
+        raise ValueError(f"the recipe has graying={recipe.graying}, but the model's edits have none.")
+    blocks = _blocks(recipe.gray_blocks)
+    rest = "" if recipe.target_kappa is None else f", target_kappa={recipe.target_kappa!r}"
+    rest += "" if recipe.gray_floor is None else f", floor={recipe.gray_floor!r}"
+    calls = []
+    for eps, of_this_eps in of_eps.items():
+        if len(of_eps) > 1:
+            blocks = f", blocks={of_this_eps}"
+        where = f'where="{recipe.gray_where}"{blocks}'
+        calls.append(f'wp.gray_tokens(model, {eps}, "{recipe.graying}", {where}{rest})')
+    return calls
+
+
+def _eps(edit: Edit) -> float:
+    eps = edit.settings.get("eps")
+    if not isinstance(eps, float):
+        raise ValueError(f"expected the eps of a graying in {edit}.")
+    return eps
+
+
+def _blocks(text: str | None) -> str:
+    return "" if text is None else f", blocks={indices(text)}"
+
+
+_ALWAYS = ("data", "model", "epochs", "batch_size", "optimizer", "lr", "weight_decay", "schedule", "seed")
+_MOST_CLASSES = 30
+FIRST_LOCAL_DIR = "1.0.26"
+"""The timm that loads safetensors from a folder; older ones take every file there for a pickle, and fail."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What there is to say; see :func:`wellposed.train.export.export_weights`."""
+
+    recipe: Recipe
+    architecture: str
+    model_kwargs: dict[str, Any]
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    image_size: int
+    accuracy: float | None
+    update: int
+    edits: tuple[Edit, ...]
+    environment: Mapping[str, Any]
+    train_images: int | None = None
+    test_images: int | None = None
+    note: str = ""
+
+    @property
+    def num_classes(self) -> int:
+        return int(self.model_kwargs.get("num_classes", len(self.classes)))
+
+
+def model_card(exported: Exported) -> str:
+    """Markdown with the front matter that hubs read. Its Python blocks run in the folder, in their order."""
+    parts = [
+        _front_matter(exported),
+        f"# {_text(exported.recipe.model)} on {_text(exported.recipe.data)}",
+        _what(exported),
+        _result(exported),
+        *_load(exported),
+        "## Images",
+        _images(exported),
+        f"```python\n{_prediction(exported)}\n```",
+        *_classes(exported),
+        "## Recipe",
+        _recipe_table(exported.recipe),
+        "`recipe.toml` has every field. This trains it again:",
+        "```bash\nwellposed train recipe.toml --out again\n```",
+        _environment(exported.environment),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _front_matter(exported: Exported) -> str:
+    task = "image-classification" if exported.classes else "image-feature-extraction"
+    return f"---\nlibrary_name: timm\npipeline_tag: {task}\ntags:\n- {task}\n- timm\n- wellposed\n---"
+
+
+def _what(exported: Exported) -> str:
+    recipe = exported.recipe
+    count = "" if exported.train_images is None else f" ({exported.train_images:,} training images)"
+    trained = "pre-trained without labels (MAE)" if recipe.task == "mae" else "trained"
+    edited = ", with edits that timm does not have" if exported.edits else ""
+    owner = "wellposed's" if _is_of_wellposed(exported.architecture) else "timm's"
+    return (
+        f"{owner} {_code(recipe.model)}{edited}, {trained} by wellposed on {_code(recipe.data)}{count} for "
+        f"{recipe.epochs} epochs. These are the weights after update {exported.update:,}."
+        + (f" {exported.note}" if exported.note else "")
+    )
+
+
+def _result(exported: Exported) -> str:
+    if exported.accuracy is None:
+        return "There is no test accuracy for these weights."
+    count = "the test images" if exported.test_images is None else f"{exported.test_images:,} test images"
+    return (
+        f"**Test accuracy: {100 * exported.accuracy:.2f}%** on {count}. This is one run (seed "
+        f"{exported.recipe.seed}); how much the accuracy changes from seed to seed was not measured."
+    )
+
+
+def _load(exported: Exported) -> list[str]:
+    built = f"timm.create_model({_arguments(exported)})"
+    is_ours = _is_of_wellposed(exported.architecture)
+    if not exported.edits:
+        imports = "import timm\nimport wellposed" if is_ours else "import timm"
+        block = (
+            f"```python\n{imports}\nfrom safetensors.torch import load_file\n\n"
+            f'model = {built}.eval()\nmodel.load_state_dict(load_file("model.safetensors"))\n```'
+        )
+        if is_ours:
+            first = "timm has this model once wellposed is imported. In this folder:"
+            return ["## Load with timm and wellposed", first, block]
+        return [
+            "## Load with timm",
+            "In this folder:",
+            block,
+            f'From timm {FIRST_LOCAL_DIR} on the folder is enough, `"local-dir:PATH"` from elsewhere:',
+            '```python\nimport timm\n\nmodel = timm.create_model("local-dir:.", pretrained=True).eval()\n```',
+        ]
+    calls = "\n".join(edit_calls(exported.recipe, exported.edits))
+    return [
+        "## Edits",
+        "The model was trained with these edits. They change what it computes, so the accuracy above holds "
+        "only with them.",
+        f"```\n{Edits(exported.edits)}\n```",
+        "## Load with timm and wellposed",
+        "In this folder: timm makes the model, wellposed edits it, then the weights go in.",
+        "```python\nimport timm\nimport wellposed as wp\nfrom safetensors.torch import load_file\n\n"
+        f'model = {built}\n{calls}\nmodel.load_state_dict(load_file("model.safetensors"))\nmodel.eval()\n```',
+        *([] if is_ours else [_without_wellposed(exported)]),
+    ]
+
+
+def _is_of_wellposed(name: str) -> bool:
+    """Whether timm has the model only once wellposed is imported."""
+    return bool(timm.is_model(name) and timm.model_entrypoint(name).__module__.startswith("wellposed."))
+
+
+def _without_wellposed(exported: Exported) -> str:
+    text = "timm alone builds the model without the edits, which is another function with the same weights. "
+    if exported.recipe.broadcast == "cb_s":
+        return text + (
+            "CB_S also has learned scales, which timm has no place for: `load_state_dict(..., strict=False)` "
+            "leaves them out, and `timm.create_model(..., pretrained=True)` refuses the file."
+        )
+    return (
+        text
+        + '`timm.create_model("local-dir:.", pretrained=True)` does that, for a start of fine-tuning say.'
+    )
+
+
+def _arguments(exported: Exported) -> str:
+    values = {"num_classes": exported.num_classes, **exported.model_kwargs}
+    keywords = [f"{name}={value!r}" for name, value in values.items() if name.isidentifier()]
+    return ", ".join([f'"{exported.architecture}"', *keywords])
+
+
+def _images(exported: Exported) -> str:
+    size, channels = exported.image_size, len(exported.mean)
+    kind = {1: "Grey images", 3: "RGB images"}.get(channels, f"Images of {channels} channels")
+    mean, std = (", ".join(f"{value:.6g}" for value in values) for values in (exported.mean, exported.std))
+    return (
+        f"{kind} of {size} x {size} pixels: the shorter side is resized to {size} (bicubic), the centre is "
+        f"cut out. Values from 0 to 1, minus the mean ({mean}), divided by the standard deviation ({std})."
+    )
+
+
+def _prediction(exported: Exported) -> str:
+    mode = "L" if len(exported.mean) == 1 else "RGB"
+    config = ["import numpy as np", "from PIL import Image", "from timm.data import create_transform", ""]
+    transform = [
+        "transform = create_transform(",
+        f"    input_size=({len(exported.mean)}, {exported.image_size}, {exported.image_size}),",
+        '    interpolation="bicubic",',
+        "    crop_pct=1.0,",
+        f"    mean={exported.mean},",
+        f"    std={exported.std},",
+        ")",
+        'picture = Image.open("picture.png")',
+        'if picture.mode.startswith("I;16"):  # Pillow would clip it at 255',
+        "    picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))",
+        f'image = transform(picture.convert("{mode}"))',
+    ]
+    if not exported.classes:
+        return "\n".join([*config, *transform, "features = model(image[None])"])
+    return "\n".join([*config, *transform, "label = int(model(image[None]).argmax())"])
+
+
+def _classes(exported: Exported) -> list[str]:
+    if not exported.classes:
+        return []
+    shown = ", ".join(
+        f"{index}: {_cell(name)}" for index, name in enumerate(exported.classes[:_MOST_CLASSES])
+    )
+    more = len(exported.classes) - _MOST_CLASSES
+    rest = f" and {more} more, all in `config.json`" if more > 0 else ""
+    return ["## Classes", f"{shown}{rest}."]
+
+
+def _recipe_table(recipe: Recipe) -> str:
+    """The fields that say most, and those that are not at their default."""
+    values = recipe.to_mapping()
+    shown = []
+    for field in dataclasses.fields(recipe):
+        is_default = getattr(recipe, field.name) == field.default or values.get(field.name) == {}
+        if field.name in values and (field.name in _ALWAYS or not is_default):
+            shown.append(f"| {field.name} | {_cell(values[field.name])} |")
+    return "\n".join(["| field | value |", "| --- | --- |", *shown])
+
+
+def _environment(environment: Mapping[str, Any]) -> str:
+    told = [f"{name} {version}" for name, version in environment.get("packages", {}).items()]
+    if "python" in environment:
+        told.insert(0, f"Python {environment['python']}")
+    devices = environment.get("devices") or [environment.get("cpu")]
+    if any(devices):
+        count = environment.get("processes", 1)
+        processes = "1 process" if count == 1 else f"{count} processes"
+        told.append(f"{processes} on {', '.join(dict.fromkeys(map(str, devices)))}")
+    return f"Made with {', '.join(told)}." if told else ""
+
+
+def _cell(value: object) -> str:
+    return _text(str(value))
+
+
+def _text(text: str) -> str:
+    r"""A name as Markdown shows it, whatever it holds: a link, HTML, the end of the line.
+
+    >>> print(_text("[a](http://b)|<img>"))
+    \[a\](http://b)\|&lt;img&gt;
+    """
+    flat = " ".join(text.split())
+    escaped = re.sub(r"([\\`*\[\]|])", r"\\\1", flat)
+    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _code(text: str) -> str:
+    """The same as code, in more backticks than it has."""
+    flat = " ".join(text.split())
+    fence = "`" * (max(map(len, re.findall("`+", flat)), default=0) + 1)
+    space = " " if "`" in flat else ""
+    return f"{fence}{space}{flat}{space}{fence}"
+
 
 WEIGHTS = "model.safetensors"
 
@@ -27,6 +313,7 @@ def export_weights(
     state: Mapping[str, Tensor],
     *,
     recipe: Recipe,
+    architecture: str | None = None,
     model_kwargs: Mapping[str, Any],
     classes: Sequence[str],
     mean: Sequence[float],
@@ -46,20 +333,22 @@ def export_weights(
         folder: of these weights alone.
         state: the model's state dict, with the names it has when it is not compiled or wrapped.
         recipe: with all fields filled in.
-        model_kwargs: with which ``timm.create_model(recipe.model, ...)`` makes the model, edits aside.
+        architecture: timm's name of it; None is that of ``recipe.model``.
+        model_kwargs: with which ``timm.create_model(architecture, ...)`` makes the model, edits aside.
         classes: names in the order of the labels; none for an encoder without a head.
         mean, std: of the channels, for pixels from 0 to 1.
         image_size: side in pixels.
         accuracy: on the test images, None if it was not tested.
         update: how many updates the weights have seen.
         edits: of the model, as :func:`wellposed.edits` gives them.
-        environment: of :func:`wellposed.train.environment.environment`.
+        environment: of :func:`wellposed.environment.environment`.
         train_images, test_images: how many there were, for the card.
         note: a sentence for the card, such as that the weights are an average.
     """
     recipe = dataclasses.replace(recipe, data=without_secrets(recipe.data))
     exported = Exported(
         recipe=recipe,
+        architecture=timm_architecture(recipe.model)[0] if architecture is None else architecture,
         model_kwargs=dict(model_kwargs),
         classes=tuple(classes),
         mean=tuple(mean),
@@ -86,11 +375,10 @@ def export_weights(
 
 def timm_config(exported: Exported) -> dict[str, Any]:
     """What timm reads of a folder or of the hub: how to build the model, and how its images are prepared."""
-    architecture = exported.recipe.model.partition(".")[0]
-    registered = timm.get_pretrained_cfg(architecture)
+    registered = timm.get_pretrained_cfg(exported.architecture)
     known = registered.to_dict() if registered is not None else {}
     return {
-        "architecture": architecture,
+        "architecture": exported.architecture,
         "num_classes": exported.num_classes,
         "label_names": list(exported.classes) or None,
         "model_args": exported.model_kwargs,

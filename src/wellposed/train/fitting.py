@@ -18,33 +18,25 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from wellposed.train.agree import wait_for_all
-from wellposed.train.alone import PATIENCE, alone_in
-from wellposed.train.attention_kernels import without_cudnn_attention
+from wellposed.environment import environment
 from wellposed.train.batches import EvalBatches, TrainBatches, make_batches
-from wellposed.train.batches.order import slot_positions
+from wellposed.train.batches.order import generators_kept, slot_positions
 from wellposed.train.checkpoint import Store
-from wellposed.train.checkpoint.processes import from_first, is_first, rank, world
-from wellposed.train.environment import environment
+from wellposed.train.distributed import from_first, is_first, rank, wait_for_all, world
+from wellposed.train.durable import PATIENCE, alone_in, recover
 from wellposed.train.export import export_weights
-from wellposed.train.folder_swap import recover
-from wellposed.train.loop import Loop, Status
-from wellposed.train.mae import MaskedAutoencoder
-from wellposed.train.mae_check import mae_warnings
-from wellposed.train.mae_masks import fixed_mask_noise
-from wellposed.train.mae_picture import draw_reconstruction
-from wellposed.train.monitoring import first_test_images
-from wellposed.train.optimize import check_optimizer
+from wellposed.train.guard import without_cudnn_attention
+from wellposed.train.log import best_accuracy
+from wellposed.train.loop import Loop, Status, StopRequest, first_test_images
+from wellposed.train.mae import MaskedAutoencoder, draw_reconstruction, fixed_mask_noise, mae_warnings
+from wellposed.train.optimizer import check_optimizer
 from wellposed.train.parallel import distribute, room_for_programs
 from wellposed.train.recipe import Recipe
-from wellposed.train.report import EndTable, Reporter, tracker_names
-from wellposed.train.report.summary import best_accuracy
-from wellposed.train.run_folder import default_folder, open_folder, write_environment
-from wellposed.train.saving import Exporter, Weights
-from wellposed.train.seeding import generators_kept
-from wellposed.train.setup import Prepared, make_accelerator, prepare, settled
-from wellposed.train.signals import StopRequest
+from wellposed.train.reporter import EndTable, Reporter, tracker_names
+from wellposed.train.resolve import Prepared, make_accelerator, prepare, settled
+from wellposed.train.runs import default_folder, open_folder, write_environment
 from wellposed.train.tasks import Task, make_task
+from wellposed.train.training_state import Exporter, Weights
 
 
 @dataclass(frozen=True)
@@ -238,6 +230,7 @@ def _exporter(
             folder / name,
             weights.state,
             recipe=recipe,
+            architecture=built.architecture,
             model_kwargs=built.options,
             classes=data.classes,
             mean=built.mean,

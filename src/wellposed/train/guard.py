@@ -3,7 +3,21 @@
 On a GPU waiting for each update's numbers would leave it idle. There the check stays on the device: torch's
 fused optimizers take a flag and leave the weights alone where it is set. The flag stays set, so the weights
 are still those before the first bad update when the host reads it, some updates later.
+
+What was going on when a loss or a gradient stopped being finite.
+
+The weights are still those before the bad update and its batch can be made again, so the pass is run once
+more, watched: which module's output was the first that is not finite, the norm of every module's output, of
+every parameter and of its gradient, and kappa and density of the model.
+
+Which kernels of attention a training run may use.
 """
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from wellposed.train.agree import largest
-from wellposed.train.reading import read
+from wellposed.probes.observe import eagerly
+from wellposed.records import AT_LEAST, named_text
+from wellposed.text import aligned
+from wellposed.train import durable
+from wellposed.train.batches import Batch
+from wellposed.train.distributed import largest, read
+from wellposed.train.log import write_json
 
 
 class Guard:
@@ -83,3 +102,144 @@ class Guard:
 def takes_flag(optimizer: Optimizer) -> bool:
     """Whether an optimizer leaves out steps on the device."""
     return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def explain(
+    folder: Path,
+    *,
+    update: int,
+    passes: list[Batch],
+    run_pass: Callable[[int, Batch], Tensor],
+    module: nn.Module,
+    measured: dict[str, float],
+    rank: int,
+) -> str:
+    """Write what explains a bad update into ``folder`` and return a sentence.
+
+    Args:
+        folder: for the files: report.json and report.txt of the first process, every process's batch.
+        update: the bad one.
+        passes: its batches.
+        run_pass: makes one forward pass, eagerly, and returns the loss; gradients are cleared by the caller.
+        module: what is trained.
+        measured: of the monitor, at the weights before the update.
+        rank: of this process.
+    """
+    outputs: dict[str, float] = {}
+    losses = []
+    for number, batch in enumerate(passes):
+        with eagerly(), _watched(module, outputs):
+            loss = run_pass(number, batch)
+        torch.autograd.backward(loss)
+        losses.append(loss.item())
+    parameters = {
+        name: {"weight": _norm(value), "gradient": None if value.grad is None else _norm(value.grad)}
+        for name, value in module.named_parameters()
+    }
+    images_finite = [bool(batch.images.isfinite().all()) for batch in passes]
+    report = {
+        "update": update,
+        "loss": losses,
+        "images_finite": all(images_finite),
+        "first_bad_output": next((name for name, norm in outputs.items() if not _is_finite(norm)), None),
+        "first_bad_gradient": next(
+            (name for name, norms in parameters.items() if not _is_finite(norms["gradient"] or 0.0)), None
+        ),
+        "output_norms": outputs,
+        "parameters": parameters,
+        "measured": measured,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    durable.write_tensors(
+        folder / f"batch-{rank}.safetensors",
+        {
+            f"{name}_{number}": getattr(batch, name).cpu()
+            for number, batch in enumerate(passes)
+            for name in ("images", "labels")
+        },
+    )
+    if rank == 0:
+        write_json(folder / "report.json", report)
+        durable.write_bytes(folder / "report.txt", _text(report).encode())
+    return _sentence(report)
+
+
+@contextmanager
+def _watched(module: nn.Module, outputs: dict[str, float]) -> Iterator[None]:
+    """Collects the norm of every module's first output, in the order in which they ran."""
+
+    def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def keep(_: nn.Module, __: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor) and name not in outputs:
+                outputs[name] = _norm(first)
+
+        return keep
+
+    handles = [part.register_forward_hook(hook(name)) for name, part in module.named_modules() if name]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _norm(x: Tensor) -> float:
+    whole = x.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    return float(whole.double().norm())
+
+
+def _is_finite(value: float) -> bool:
+    return abs(value) < float("inf")
+
+
+def _sentence(report: dict[str, Any]) -> str:
+    parts = [f"loss {', '.join(f'{loss:.4g}' for loss in report['loss'])}"]
+    if not report["images_finite"]:
+        parts.append("the images themselves are not finite")
+    if report["first_bad_output"] is not None:
+        parts.append(f"the first output that is not finite is of {report['first_bad_output']}")
+    elif report["first_bad_gradient"] is not None:
+        parts.append(f"all outputs are finite, the gradient of {report['first_bad_gradient']} is not")
+    else:
+        parts.append("run again alone it was finite: another process's part of the batch was not")
+    return f"update {report['update']} is not finite: {'; '.join(parts)}."
+
+
+def _text(report: dict[str, Any]) -> str:
+    outputs = [
+        ("output of", "norm"),
+        *((name, f"{norm:.4g}") for name, norm in report["output_norms"].items()),
+    ]
+    parameters = [
+        ("parameter", "norm", "gradient"),
+        *(
+            (name, f"{norms['weight']:.4g}", "-" if norms["gradient"] is None else f"{norms['gradient']:.4g}")
+            for name, norms in report["parameters"].items()
+        ),
+    ]
+    numbers = report["measured"]
+    measured = [
+        ("measured", "value"),
+        *((key, named_text(numbers, key)) for key in numbers if not key.endswith(AT_LEAST)),
+    ]
+    sections = [_sentence(report), aligned(outputs), aligned(parameters), aligned(measured)]
+    return "\n\n".join(sections) + "\n"
+
+
+@contextlib.contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Leave attention to torch's other kernels, and the caller's choice as it was.
+
+    On Hopper GPUs torch prefers cuDNN's, whose backward pass can return NaN for finite inputs, where all
+    scores of a query are far below zero (pytorch/pytorch issue 196678). An ablation that drives scores there
+    would be blamed for it.
+    """
+    was_enabled = bool(torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)

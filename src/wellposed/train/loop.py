@@ -1,11 +1,24 @@
-"""The loop: updates, tests, measurements, checkpoints, and what to do when something goes wrong.
+"""The monitor at a pace that training does not feel.
+
+Streamed images that cannot be read: they are found as training goes, and told then.
+
+A request to stop that is honoured between two updates.
+
+The loop: updates, tests, measurements, checkpoints, and what to do when something goes wrong.
 
 Nothing here waits for the device at every update. The host reads numbers every ``log_every`` updates and asks
 the guard every few.
 """
 
+import math
+import os
 import shutil
+import signal
+import sys
+import threading
+import time
 from dataclasses import dataclass
+from types import FrameType, TracebackType
 from typing import Any, Literal
 
 import torch
@@ -17,26 +30,168 @@ from torch.distributed.tensor import DTensor
 from wellposed import anatomy
 from wellposed.errors import UnknownModelError
 from wellposed.probes import Monitor
-from wellposed.train.agree import largest, total, wait_for_all
 from wellposed.train.batches import Batch, EvalBatches, TrainBatches
+from wellposed.train.batches.order import seed_update
 from wellposed.train.checkpoint import Checkpoint, Store
-from wellposed.train.checkpoint.processes import from_first, is_first, rank, several, world
-from wellposed.train.eps import EpsSchedule
-from wellposed.train.evaluate import Tested, evaluate
-from wellposed.train.explain import explain
-from wellposed.train.guard import Guard, takes_flag
-from wellposed.train.left_out import LeftOut
-from wellposed.train.monitoring import PacedMonitor, first_test_images
-from wellposed.train.optimize import gradient_norm, make_optimizer, make_schedule
-from wellposed.train.parallel import accumulating, compiled, is_recorded_here
-from wellposed.train.reading import read
+from wellposed.train.data.decoding import counted
+from wellposed.train.distributed import (
+    from_first,
+    is_first,
+    largest,
+    of_all,
+    rank,
+    read,
+    several,
+    total,
+    wait_for_all,
+    world,
+)
+from wellposed.train.guard import Guard, explain, takes_flag
+from wellposed.train.optimizer import EpsSchedule, gradient_norm, make_optimizer, make_schedule
+from wellposed.train.parallel import (
+    CudaRecorder,
+    Outcome,
+    RecordedPass,
+    accumulating,
+    compiled,
+    is_recorded_here,
+)
 from wellposed.train.recipe import Recipe
-from wellposed.train.recording import CudaRecorder, Outcome, RecordedPass
-from wellposed.train.report import Reporter
-from wellposed.train.saving import Exporter, Progress, Saver, Weights
-from wellposed.train.seeding import seed_update
-from wellposed.train.signals import StopRequest
-from wellposed.train.tasks import Task
+from wellposed.train.reporter import Reporter
+from wellposed.train.tasks import Task, Tested, evaluate
+from wellposed.train.training_state import Exporter, Progress, Saver, Weights
+
+USUAL = 100
+"""Updates between two measurements where nothing else is said."""
+SHARE = 0.01
+"""Of the time that training takes, which measuring may take at most."""
+
+IMAGES = 4
+
+
+def first_test_images(test: EvalBatches) -> Tensor:
+    """Those that a monitor looks at; the same on every start of a run."""
+    return next(iter(test)).images[:IMAGES]
+
+
+class PacedMonitor:
+    """Measures every ``every`` updates.
+
+    None starts with every :data:`USUAL` updates. The second measurement and the updates before it tell what
+    measuring costs; if it is more than :data:`SHARE` of the time, the interval grows to a multiple that keeps
+    it, for the rest of the run.
+    """
+
+    def __init__(self, monitor: Monitor, every: int | None) -> None:
+        self.monitor = monitor
+        self.every = every
+        self._last: tuple[int, float] | None = None
+
+    def is_due(self, update: int) -> bool:
+        return update % (self.every or USUAL) == 0
+
+    def measure(self, update: int) -> dict[str, float]:
+        before = time.monotonic()
+        numbers = self.monitor.measure()
+        after = time.monotonic()
+        if self.every is None and self._last is not None:
+            first, since = self._last
+            if update > first:
+                self.every = paced(after - before, (before - since) / (update - first))
+        self._last = update, after
+        return numbers
+
+
+def paced(cost: float, update: float) -> int:
+    """Updates between two measurements, from the seconds that a measurement and an update take.
+
+    >>> paced(0.05, 0.07), paced(0.05, 0.016)
+    (100, 400)
+    """
+    return USUAL * max(1, math.ceil(cost / (SHARE * update * USUAL)))
+
+
+_INSTEAD = {"train": "Others stand in for them.", "test": "They were left out."}
+
+
+class LeftOut:
+    """What ``skip_unreadable`` leaves out of the streamed images of a run."""
+
+    def __init__(self, recipe: Recipe, train: TrainBatches, test: EvalBatches) -> None:
+        self._data = recipe.data
+        self._finds_some = recipe.skip_unreadable and train.placement == "stream"
+        self._splits: dict[str, TrainBatches | EvalBatches] = {"train": train, "test": test}
+        self._told = dict.fromkeys(self._splits, 0)
+
+    def news(self) -> list[str]:
+        """A sentence for each split where more were found since the last call; all processes must call it."""
+        if not self._finds_some:
+            return []
+        sentences = []
+        for split, batches in self._splits.items():
+            # Every process has met its own share of the images.
+            batches.unreadable[:] = found = of_all(batches.unreadable)
+            if len(found) > self._told[split]:
+                total = batches.images + len(found)
+                sentences.append(f"{counted(f'{self._data}, {split},', found, total)} {_INSTEAD[split]}")
+            self._told[split] = len(found)
+        return sentences
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+GRACE = 90.0
+"""Seconds that an update may still take after a request; a compilation whose workers got the signal too may
+never end. Checkpoints are whole at any moment, so leaving is safe."""
+
+
+class StopRequest:
+    """Within ``with``, SIGTERM and the first Ctrl-C only set ``requested``; a second Ctrl-C interrupts.
+
+    Who sees the request calls :meth:`honour` and may then take the time that saving needs. If nobody does so
+    within :data:`GRACE` seconds, the process ends. Outside the main thread Python cannot take signals, and
+    then nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self.requested: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.honour()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def honour(self) -> None:
+        """The request was seen."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is signal.SIGINT and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.requested is None:
+            self._timer = threading.Timer(GRACE, self._leave)
+            self._timer.daemon = True
+            self._timer.start()
+        self.requested = signal.Signals(number)
+
+    def _leave(self) -> None:
+        print(
+            f"no update ended within {GRACE:.0f} s of the signal; leaves without saving, "
+            "the same command goes on from the last checkpoint.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(128 + int(self.requested or signal.SIGTERM))
+
 
 Status = Literal["finished", "terminated", "nonfinite"]
 Interrupted = Status | Literal["rollback"]

@@ -1,4 +1,33 @@
-"""Masked autoencoder (MAE, arXiv 2111.06377) around a ViT of timm.
+"""Images as rows of patch pixels, and back.
+
+Shapes: B images, C channels, N patches in raster order, P = C * height * width values of one patch, read as a
+patch convolution reads them: channel, row, column.
+
+>>> images = torch.arange(32.0).reshape(1, 2, 4, 4)
+>>> to_patches(images, (2, 4)).shape
+torch.Size([1, 2, 16])
+>>> torch.equal(to_images(to_patches(images, (2, 4)), 2, (2, 1), (2, 4)), images)
+True
+
+Which patches are hidden: a pure function of (seed, update) and of the place in the batch.
+
+Shapes: B images, N patches, K visible ones.
+
+>>> noise = torch.tensor([[0.9, 0.1, 0.5, 0.3]])
+>>> mask = mask_of(noise, visible=2)
+>>> mask.hidden.tolist(), mask.visible.tolist(), mask.restore.tolist()
+([[True, False, True, False]], [[1, 3]], [[2, 0, 3, 1]])
+
+The decoder of a masked autoencoder: from visible tokens to the pixels of every patch.
+
+>>> decoder = Decoder(64, pixels=48, grid=(2, 3), width=32, depth=1, heads=2)
+>>> visible, restore = torch.randn(1, 1 + 4, 64), torch.arange(6)[None]
+>>> decoder(visible, restore, prefix=1).shape
+torch.Size([1, 6, 48])
+
+Which models can be pre-trained as masked autoencoders, and which recipes do so in earnest.
+
+Masked autoencoder (MAE, arXiv 2111.06377) around a ViT of timm.
 
 Most patches are hidden; the encoder sees the others, and a small decoder predicts the pixels of the hidden
 ones. The encoder is the user's own model, edits included: they run on what passes where they were put.
@@ -11,19 +40,280 @@ ones. The encoder is the user's own model, edits included: they run on what pass
 (torch.Size([2, 16, 192]), [12, 12])
 
 Shapes: B images, N patches, K visible ones, P pixel values of a patch, D channels of a token.
+
+What a masked autoencoder sees and what it makes of it, as a picture.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple, cast
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, cast
 
+import numpy as np
 import torch
+from PIL import Image
+from timm.layers import build_sincos2d_pos_embed
 from timm.models import checkpoint_seq
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from wellposed.train.mae_check import check_mae
-from wellposed.train.mae_decoder import Decoder, decoder_size
-from wellposed.train.mae_masks import Mask, mask_of, take, visible_count
-from wellposed.train.mae_patches import standardise, to_patches
+from wellposed.anatomy.model import Embedding, refuse_wrapped
+from wellposed.anatomy.table import embedding_row
+from wellposed.probes.observe import plain, preserved
+from wellposed.train.batches.order import Purpose, generator
+from wellposed.train.recipe import Recipe
+
+_FLOOR = 1e-6
+"""Added to the variance, as in MAE's own code: flat patches become zeros."""
+
+
+class Standardised(NamedTuple):
+    """``patches`` (B, N, P) of mean 0 and deviation 1 each; ``mean`` and ``deviation`` (B, N, 1) undo it."""
+
+    patches: Tensor
+    mean: Tensor
+    deviation: Tensor
+
+
+def to_patches(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
+    """(B, N, P) of images (B, C, H, W) whose sides are multiples of the patch's."""
+    count, channels, image_height, image_width = images.shape
+    height, width = patch_size
+    pieces = images.reshape(count, channels, image_height // height, height, image_width // width, width)
+    return pieces.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def to_images(patches: Tensor, channels: int, grid: tuple[int, int], patch_size: tuple[int, int]) -> Tensor:
+    """Undo :func:`to_patches`; ``grid`` is (rows, columns) of patches."""
+    pieces = patches.reshape(-1, *grid, channels, *patch_size).permute(0, 3, 1, 4, 2, 5)
+    return pieces.flatten(4).flatten(2, 3)
+
+
+def standardise(patches: Tensor) -> Standardised:
+    """Each patch minus its mean, by its standard deviation."""
+    variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
+    deviation = (variance + _FLOOR).sqrt()
+    return Standardised((patches - mean) / deviation, mean, deviation)
+
+
+_PURPOSES = {"train": Purpose.MASK, "test": Purpose.TEST_MASK}
+_TEST_BLOCK = 256
+"""Test images whose masks are drawn together."""
+
+
+class Mask(NamedTuple):
+    """What is hidden in a batch of images.
+
+    Attributes:
+        hidden: (B, N) bool.
+        visible: (B, K) indices of the visible patches, in raster order: an operation that depends on the
+            order of the tokens, as DCT graying does, sees them in the order of a whole image.
+        restore: (B, N) for each patch its place in the row [visible patches, hidden patches].
+    """
+
+    hidden: Tensor
+    visible: Tensor
+    restore: Tensor
+
+
+def mask_noise(
+    seed: int, update: int, batch_size: int, tokens: int, *, split: Literal["train", "test"] = "train"
+) -> Tensor:
+    """(batch_size, tokens) uniform numbers on the CPU, for the whole batch of an update.
+
+    A process takes the rows of its own images; so the masks do not depend on the number of processes, nor on
+    what was drawn before.
+
+    >>> torch.equal(mask_noise(0, 5, 2, 9), mask_noise(0, 5, 4, 9)[:2])
+    True
+    """
+    numbers = generator(seed, _PURPOSES[split], update).random((batch_size, tokens), dtype=np.float32)
+    return torch.from_numpy(numbers)
+
+
+def fixed_mask_noise(seed: int, first: int, count: int, tokens: int) -> Tensor:
+    """(count, tokens) for the test images from position ``first`` on, the same in any division into batches.
+
+    >>> torch.equal(fixed_mask_noise(0, 250, 20, 9)[5:], fixed_mask_noise(0, 255, 15, 9))
+    True
+    """
+    blocks = range(first // _TEST_BLOCK, (first + count - 1) // _TEST_BLOCK + 1)
+    noise = torch.cat([mask_noise(seed, block, _TEST_BLOCK, tokens, split="test") for block in blocks])
+    start = first - blocks.start * _TEST_BLOCK
+    return noise[start : start + count]
+
+
+def visible_count(tokens: int, mask_ratio: float) -> int:
+    """How many of the patches stay visible, at least one and not all."""
+    if not 0 < mask_ratio < 1:
+        raise ValueError(f"mask_ratio must be in (0, 1), got {mask_ratio}; 0.75 is usual.")
+    visible = tokens - round(tokens * mask_ratio)
+    if not 0 < visible < tokens:
+        raise ValueError(
+            f"mask_ratio={mask_ratio} of {tokens} patches leaves {visible} visible, expected at least one "
+            "visible and one hidden; take smaller patches or another ratio."
+        )
+    return visible
+
+
+def mask_of(noise: Tensor, visible: int) -> Mask:
+    """The ``visible`` patches of the smallest noise stay, of equal ones the first."""
+    # Stable sorts: equal numbers must not be sorted differently on another device.
+    ranks = noise.argsort(dim=1, stable=True).argsort(dim=1)
+    hidden = ranks >= visible
+    order = hidden.to(torch.uint8).argsort(dim=1, stable=True)
+    return Mask(hidden, order[:, :visible], order.argsort(dim=1))
+
+
+def take(tokens: Tensor, indices: Tensor) -> Tensor:
+    """(B, K, D): of each image's tokens (B, N, D) those at its ``indices`` (B, K)."""
+    return tokens.gather(1, indices.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
+
+
+class Decoder(nn.Module):
+    """Linear embedding, a learned token for hidden patches, fixed positions, ViT blocks, linear to pixels.
+
+    Args:
+        encoder_width: of the tokens that come in.
+        pixels: values of one patch, channels included.
+        grid: (rows, columns) of patches.
+        width: of the decoder, a multiple of 4.
+        depth: number of blocks.
+        heads: of each block.
+        norm_input: standardise the tokens first, for an encoder that ends without a norm.
+    """
+
+    positions: Tensor
+
+    def __init__(
+        self,
+        encoder_width: int,
+        *,
+        pixels: int,
+        grid: tuple[int, int],
+        width: int,
+        depth: int,
+        heads: int,
+        norm_input: bool = False,
+    ) -> None:
+        super().__init__()
+        self.norm_input = nn.LayerNorm(encoder_width) if norm_input else nn.Identity()
+        self.embed = nn.Linear(encoder_width, width)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
+        positions = build_sincos2d_pos_embed(list(grid), dim=width).unsqueeze(0)
+        # Computed, so that it needs no place in checkpoints.
+        self.register_buffer("positions", positions, persistent=False)
+        self.blocks = nn.Sequential(*(Block(width, heads, qkv_bias=True) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.to_pixels = nn.Linear(width, pixels)
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        nn.init.normal_(self.mask_token, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor, restore: Tensor, prefix: int) -> Tensor:
+        """Pixels (B, N, P) of all patches.
+
+        Args:
+            tokens: (B, prefix + K, D) of the encoder, class and register tokens first.
+            restore: (B, N), see :class:`~wellposed.train.mae.Mask`.
+            prefix: how many tokens are no patches.
+        """
+        tokens = self.embed(self.norm_input(tokens))
+        hidden = restore.shape[1] - (tokens.shape[1] - prefix)
+        fill = self.mask_token.to(tokens.dtype).expand(len(tokens), hidden, -1)
+        patches = take(torch.cat([tokens[:, prefix:], fill], dim=1), restore) + self.positions
+        x = torch.cat([tokens[:, :prefix], patches], dim=1)
+        x = self.norm(self.blocks(x))
+        pixels: Tensor = self.to_pixels(x[:, prefix:])
+        return pixels
+
+
+def decoder_size(encoder_width: int, encoder_heads: int, width: int | None) -> tuple[int, int]:
+    """Width and heads of the decoder; by default half of the encoder's width, in heads of the same size.
+
+    >>> decoder_size(768, 12, None), decoder_size(192, 3, None), decoder_size(768, 12, 512)
+    ((384, 6), (128, 2), (512, 8))
+    """
+    head = encoder_width // encoder_heads
+    if width is None:
+        step = math.lcm(head, 4)
+        width = step * max(1, math.ceil(encoder_width / 2 / step))
+    if width < 4 or width % 4:
+        raise ValueError(
+            f"decoder_width must be a multiple of 4, for sine and cosine of two coordinates, got {width}."
+        )
+    heads = next(count for count in range(max(1, width // head), 0, -1) if width % count == 0)
+    return width, heads
+
+
+_REASONS = {
+    "SwinTransformer": "its windows need the whole grid of patches",
+    "SwinTransformerV2": "its windows need the whole grid of patches",
+    "PyramidVisionTransformerV2": "it shrinks the grid of patches from stage to stage",
+    "ConvMixer": "its convolutions need the whole grid of patches",
+    "Cait": "its class token enters after the blocks",
+    "Xcit": "its blocks convolve the grid of patches",
+    "Eva": "its attention is told each token's place apart from the tokens",
+    "Beit": "its attention is told each token's place apart from the tokens",
+    "VisionTransformerRelPos": "its attention is told each token's place apart from the tokens",
+    "MlpMixer": "it mixes a fixed number of tokens",
+}
+_REMEDY = "use a ViT of timm, such as vit_tiny_patch16_224, deit3_small_patch16_224 or test_vit"
+
+
+def check_mae(model: nn.Module, mask_ratio: float | None = None) -> VisionTransformer:
+    """The model itself, if patches can be left out between its embedding and its blocks; else a ValueError.
+
+    That is so for timm's VisionTransformer: every token carries its own position, and the blocks take any
+    number of tokens. ``mask_ratio`` is checked too where it is given.
+    """
+    refuse_wrapped(model)
+    name = type(model).__name__
+    if not isinstance(model, VisionTransformer):
+        reason = _REASONS.get(name, "it is not a VisionTransformer of timm")
+        raise ValueError(f"a masked autoencoder needs a plain ViT, got {name}: {reason}; {_REMEDY}.")
+    if type(model).forward_features is not VisionTransformer.forward_features:
+        raise ValueError(
+            f"a masked autoencoder runs the parts of a ViT in timm's order, but {name} has a "
+            f"forward_features of its own; {_REMEDY}."
+        )
+    row = embedding_row(model.patch_embed)
+    found = Embedding("patch_embed", model.patch_embed, row).patch_convolution() if row else ""
+    if not isinstance(found, tuple):
+        reason = found or f"{type(model.patch_embed).__name__} is not known to embed each patch alone"
+        raise ValueError(
+            f"a masked autoencoder needs patches embedded one by one, got {name}: {reason}; {_REMEDY}."
+        )
+    if not isinstance(model.patch_drop, nn.Identity):
+        raise ValueError(
+            "a masked autoencoder chooses the visible patches itself, but the model drops some of its own; "
+            "leave patch_drop_rate out."
+        )
+    (height, width), patch = model.patch_embed.img_size, model.patch_embed.patch_size
+    if height % patch[0] or width % patch[1]:
+        raise ValueError(
+            f"image size must be a multiple of the patch size {patch[0]} x {patch[1]}, "
+            f"got {height} x {width}; choose another image_size or patch_size."
+        )
+    if mask_ratio is not None:
+        visible_count(model.patch_embed.num_patches, mask_ratio)
+    return model
+
+
+def mae_warnings(recipe: Recipe) -> list[str]:
+    """What makes a masked pre-training less than it seems, in sentences."""
+    if recipe.task != "mae" or recipe.graying is None or recipe.gray_where == "blocks":
+        return []
+    return [
+        f"gray_where={recipe.gray_where} mixes all patches before some are hidden: the visible tokens hold "
+        "something of the hidden ones, and the task is easier than it should be. "
+        "gray_where=blocks gray_blocks=0 grays the visible tokens only."
+    ]
+
 
 _ENCODER = "encoder."
 
@@ -46,7 +336,7 @@ class MaskedAutoencoder(nn.Module):
     their gradients.
 
     Args:
-        encoder: see :func:`~wellposed.train.mae_check.check_mae`.
+        encoder: see :func:`~wellposed.train.mae.check_mae`.
         mask_ratio: share of the patches that are hidden.
         decoder_width: by default half of the encoder's, in whole heads.
         decoder_depth: blocks of the decoder.
@@ -115,7 +405,7 @@ class MaskedAutoencoder(nn.Module):
 
         Args:
             images: (B, C, H, W) of the encoder's size.
-            noise: (B, N) from :func:`~wellposed.train.mae_masks.mask_noise`; the patches of the smallest
+            noise: (B, N) from :func:`~wellposed.train.mae.mask_noise`; the patches of the smallest
                 numbers stay visible.
         """
         self._check(images, noise)
@@ -181,3 +471,65 @@ def encoder_state(mae: MaskedAutoencoder | Mapping[str, Tensor]) -> dict[str, Te
 def _heads(vit: nn.Module) -> int:
     """Attention heads of the first block, whatever its class calls the attention."""
     return next(cast(int, module.num_heads) for module in vit.modules() if hasattr(module, "num_heads"))
+
+
+_GAP = 2
+_SMALLEST_SIDE = 64
+_HIDDEN_SHADE = 0.5
+
+
+def draw_reconstruction(
+    model: nn.Module, images: Tensor, noise: Tensor, mean: Sequence[float], std: Sequence[float]
+) -> Image.Image:
+    """Three rows, one column an image: the images, what is visible of them, and the reconstruction.
+
+    The reconstruction shows the visible patches as they are and the predictions elsewhere. Where the model
+    predicts standardised patches, the mean and deviation of the true ones turn them into pixels, as is usual:
+    so their brightness and contrast are not the model's.
+
+    Args:
+        model: a :class:`~wellposed.train.mae.MaskedAutoencoder`, compiled or replicated or not.
+        images: (B, C, H, W) as the model takes them.
+        noise: (B, N), see :func:`~wellposed.train.mae.mask_noise`.
+        mean, std: with which the pixels in [0, 1] were normalised, one number a channel.
+    """
+    mae = plain(model)
+    if not isinstance(mae, MaskedAutoencoder):
+        raise TypeError(f"expected a MaskedAutoencoder, got {type(mae).__name__}.")
+    if images.shape[1] not in (1, 3):
+        raise ValueError(f"expected images of 1 or 3 channels to draw, got {images.shape[1]}.")
+    with preserved(mae), torch.no_grad():
+        model.eval()
+        out: MaskedOutput = model(images, noise)
+
+    patches = to_patches(images.float(), mae.patch_size)
+    predicted = out.prediction.float()
+    if mae.norm_pixels:
+        scale = standardise(patches)
+        predicted = predicted * scale.deviation + scale.mean
+    hidden = out.mask.unsqueeze(-1)
+
+    def pixels(rows: Tensor) -> Tensor:
+        pictures = to_images(rows, mae.channels, mae.grid, mae.patch_size)
+        per_channel = pictures.new_tensor([list(std), list(mean)]).reshape(2, 1, -1, 1, 1)
+        return (pictures * per_channel[0] + per_channel[1]).clamp(0, 1)
+
+    is_hidden = to_images(hidden.expand_as(patches), mae.channels, mae.grid, mae.patch_size)
+    original, rebuilt = pixels(patches), pixels(torch.where(hidden, predicted, patches))
+    masked = original.masked_fill(is_hidden, _HIDDEN_SHADE)
+    return _table([original, masked, rebuilt])
+
+
+def _table(rows: list[Tensor]) -> Image.Image:
+    """Rows of images (B, C, H, W) in [0, 1] on white; small ones are enlarged pixel by pixel."""
+    _, _, height, width = rows[0].shape
+    factor = -(-_SMALLEST_SIDE // min(height, width))
+    tall, wide = height * factor + _GAP, width * factor + _GAP
+    channels, columns = rows[0].shape[1], len(rows[0])
+    sheet = np.full((len(rows) * tall + _GAP, columns * wide + _GAP, channels), 255, dtype=np.uint8)
+    for i, row in enumerate(rows):
+        values = (row * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+        for j, picture in enumerate(values.repeat(factor, axis=1).repeat(factor, axis=2)):
+            top, left = i * tall + _GAP, j * wide + _GAP
+            sheet[top : top + height * factor, left : left + width * factor] = picture
+    return Image.fromarray(sheet.squeeze(-1) if channels == 1 else sheet)

@@ -19,8 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from wellposed.files import parse_toml
-from wellposed.train.recipe import Recipe, checked, field_types, require_known
-from wellposed.train.recipe_values import NONE, kind_of
+from wellposed.train.recipe import NONE, Recipe, checked, field_types, kind_of, require_known
 
 _OPTION = "model_option"
 """The flag of ``model_options``, which gives one of them and may be repeated."""

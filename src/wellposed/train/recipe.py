@@ -1,4 +1,14 @@
-"""All that decides a training run, as one typed value.
+"""Values of a recipe's fields: do they fit the field's type, and if not, what was expected?
+
+>>> fitting("lr", 1, float), fitting("graying", "none", Literal["svd", "dct"] | None)
+(1.0, None)
+>>> fitting("epochs", "ten", int)
+Traceback (most recent call last):
+TypeError: epochs must be a whole number, got 'ten'.
+
+What a recipe's values must keep to: each field's range, and fields that need or exclude one another.
+
+All that decides a training run, as one typed value.
 
 Every field has a default, can stand in a TOML or YAML file, and is a flag of ``wellposed train``. A field
 that is None is filled in from the data and the model when the run starts; the run's folder holds the recipe
@@ -12,13 +22,223 @@ ValueError: graying must be one of svd, dct, spectral, condition, got 'dtc'; did
 """
 
 import dataclasses
+import difflib
 import functools
-from collections.abc import Iterable, Mapping
+import math
+import numbers
+import os
+import types
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from wellposed.train.recipe_checks import check_together, check_value
-from wellposed.train.recipe_values import NONE, fitting, nearest
+from wellposed.text import indices
+
+NONE = "none"
+"""Stands for None where a field may be None, since TOML has no such value, and for an empty list."""
+
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def kind_of(hint: Any) -> tuple[Any, bool]:
+    """A field's type without its None, and whether it may be None.
+
+    >>> kind_of(int | None), kind_of(str)
+    ((<class 'int'>, True), (<class 'str'>, False))
+    """
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    (kind,) = (option for option in options if option is not types.NoneType)
+    return kind, types.NoneType in options
+
+
+def fitting(name: str, value: Any, hint: Any) -> Any:
+    """The value as the field's type has it, or an error that says what was expected."""
+    kind, may_be_none = kind_of(hint)
+    if may_be_none and (value is None or _is_none_word(value)):
+        return None
+    origin = get_origin(kind)
+    if origin is Literal:
+        return _choice(name, value, get_args(kind))
+    if origin is tuple:
+        return _tuple(name, value, get_args(kind)[0])
+    if origin is dict:
+        return _options(name, value)
+    if kind is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    number = {int: numbers.Integral, float: numbers.Real}.get(kind)
+    if number is not None and isinstance(value, number) and not isinstance(value, bool):
+        return kind(value)
+    if type(value) is not kind:
+        raise TypeError(f"{name} must be {_WORDS[kind]}, got {value!r}.")
+    return value
+
+
+def nearest(name: object, known: Iterable[object]) -> str:
+    """The end of an error message about a name that is not known.
+
+    >>> nearest("epoch", ["epochs", "lr"]), nearest("x", ["epochs", "lr"])
+    ("; did you mean 'epochs'?", '.')
+    """
+    close = difflib.get_close_matches(str(name), list(map(str, known)), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else "."
+
+
+def _is_none_word(value: Any) -> bool:
+    return isinstance(value, str) and value == NONE
+
+
+def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    if value in choices:
+        return value
+    listed = ", ".join(map(str, choices))
+    raise ValueError(f"{name} must be one of {listed}, got {value!r}{nearest(value, choices)}")
+
+
+def _tuple(name: str, value: Any, item: Any) -> tuple[Any, ...]:
+    if _is_none_word(value):
+        return ()
+    if isinstance(value, (list, tuple)):
+        return tuple(fitting(f"{name}[{index}]", each, item) for index, each in enumerate(value))
+    raise TypeError(f"{name} must be a list, got {value!r}.")
+
+
+def _options(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a table of options, got {value!r}.")
+    for key in value:
+        if not isinstance(key, str):
+            raise TypeError(f"{name} must have texts for keys, got {key!r}.")
+    return {key: _plain(f"{name}.{key}", each) for key, each in value.items()}
+
+
+def _plain(name: str, value: Any) -> Any:
+    """What a file can hold, so that a saved recipe is the recipe."""
+    if isinstance(value, Mapping):
+        return _options(name, value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(f"{name}[{index}]", each) for index, each in enumerate(value)]
+    if type(value) in _WORDS:
+        return value
+    raise TypeError(f"{name} must be a text, a number, true, false, a list or a table, got {value!r}.")
+
+
+# fmt: off
+_RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    ("at least 1", lambda value: value >= 1, (
+        "epochs", "batch_size", "accumulate", "eval_every", "log_every", "checkpoint_every", "keep",
+        "limit", "image_size", "patch_size", "decoder_depth", "decoder_width", "target_kappa")),
+    ("at least 0", lambda value: value >= 0, (
+        "workers", "monitor_every", "collapse_patience", "warmup_epochs", "min_lr", "weight_decay",
+        "crop_padding", "mixup", "cutmix", "uniform_heads")),
+    ("at least 0 and below 2**63", lambda value: 0 <= value < 2**63, ("seed",)),
+    ("in [0, 1]", lambda value: 0 <= value <= 1, (
+        "flip", "erase", "smoothing", "drop_path", "color_jitter", "ema", "mix_probability")),
+    ("in (0, 1]", lambda value: 0 < value <= 1, (
+        "eps", "eps_end", "eps_per_block", "gray_floor", "crop_scale", "layer_decay")),
+    ("in (0, 1)", lambda value: 0 < value < 1, ("holdout", "mask_ratio")),
+    ("positive", lambda value: value > 0, ("lr", "clip_grad")),
+)
+# fmt: on
+RANGES = {name: (words, holds) for words, holds, names in _RANGES for name in names}
+_BLOCKS = ("gray_blocks", "broadcast_blocks", "skip_blocks", "uniform_blocks")
+_POWERS = ("eps", "eps_end", "eps_per_block")
+
+
+def check_value(name: str, value: Any) -> None:
+    """Raise if a field's value, of the right type, is not one that it can have."""
+    if value is None:
+        return
+    if name in RANGES:
+        words, holds = RANGES[name]
+        for number in value if isinstance(value, tuple) else (value,):
+            if not (math.isfinite(number) and holds(number)):
+                each = "hold values" if isinstance(value, tuple) else "be"
+                raise ValueError(f"{name} must {each} {words}, got {number}.")
+    if name in _BLOCKS:
+        indices(value, name)
+
+
+def check_together(recipe: "Recipe") -> None:
+    """Raise if fields do not go together."""
+    _check_needs(recipe)
+    _check_powers(recipe)
+    _check_eps_per_block(recipe)
+    trained = [name for name in ("pretrained", "start_from") if getattr(recipe, name)]
+    if len(trained) == 2:
+        raise ValueError("expected pretrained or start_from, got both; leave one of them out.")
+    if trained and recipe.init != "timm":
+        raise ValueError(
+            f"init={recipe.init} would draw anew what {trained[0]} loads; leave one of them out."
+        )
+    if recipe.task == "probe" and not trained:
+        raise ValueError(
+            "task=probe trains a head on trained weights; add start_from=RUN_OR_FILE or pretrained."
+        )
+    if recipe.task == "mae" and (recipe.mixup or recipe.cutmix):
+        raise ValueError("task=mae has no labels to mix; leave mixup and cutmix out.")
+    if recipe.task == "mae" and recipe.collapse_patience:
+        raise ValueError("task=mae has no accuracy that could collapse; leave collapse_patience out.")
+    if recipe.mix_probability != 1 and recipe.mixup == 0 and recipe.cutmix == 0:
+        raise ValueError("mix_probability does nothing alone; add mixup or cutmix, or leave it out.")
+    if recipe.remove_skips is not None and recipe.drop_path:
+        raise ValueError(
+            "drop_path drops branches, and where remove_skips has left no skip beside them nothing of an "
+            "image would be left; leave one of them out."
+        )
+    if recipe.warmup_epochs is not None and recipe.warmup_epochs >= recipe.epochs:
+        raise ValueError(
+            f"warmup_epochs must be less than epochs, got {recipe.warmup_epochs:g} and {recipe.epochs}; "
+            "lower it, or leave it out."
+        )
+    if recipe.batch_size % recipe.accumulate:
+        raise ValueError(
+            f"batch_size must be a multiple of accumulate, got {recipe.batch_size} and {recipe.accumulate}."
+        )
+
+
+def _check_needs(recipe: "Recipe") -> None:
+    """Fields that only mean something beside others."""
+    grays = recipe.graying is not None
+    grays_blocks = grays and recipe.gray_where == "blocks"
+    needs = {
+        "eps": (grays, "graying=svd, dct or spectral"),
+        "eps_end": (grays, "graying=svd, dct or spectral"),
+        "eps_per_block": (grays_blocks, "graying=... and gray_where=blocks"),
+        "target_kappa": (recipe.graying == "spectral", "graying=spectral"),
+        "gray_floor": (grays, "graying=svd, dct, spectral or condition"),
+        "gray_blocks": (grays_blocks, "graying=... and gray_where=blocks"),
+        "broadcast_blocks": (recipe.broadcast is not None, "broadcast=cb or cb_s"),
+        "skip_blocks": (recipe.remove_skips is not None, "remove_skips=..."),
+        "uniform_blocks": (recipe.uniform_heads > 0, "uniform_heads=1 or more"),
+    }
+    for name, (holds, remedy) in needs.items():
+        if getattr(recipe, name) is not None and not holds:
+            raise ValueError(f"{name} does nothing alone; add {remedy}, or leave it out.")
+
+
+def _check_powers(recipe: "Recipe") -> None:
+    """Grayings without a power, and those that find it themselves."""
+    given = [name for name in _POWERS if getattr(recipe, name) is not None]
+    if given and recipe.graying == "condition":
+        raise ValueError(f"{given[0]} is of a power, which graying=condition has not; leave it out.")
+    if given and recipe.target_kappa is not None:
+        raise ValueError(
+            f"target_kappa stands instead of a power, got {given[0]} too; leave one of them out."
+        )
+
+
+def _check_eps_per_block(recipe: "Recipe") -> None:
+    if recipe.eps_per_block is None:
+        return
+    if recipe.eps is not None or recipe.eps_end is not None:
+        raise ValueError("expected eps_per_block or eps and eps_end, got both; leave one of them out.")
+    blocks = None if recipe.gray_blocks is None else indices(recipe.gray_blocks, "gray_blocks")
+    if blocks is not None and len(blocks) != len(recipe.eps_per_block):
+        raise ValueError(
+            f"eps_per_block must have one power for each of gray_blocks, got {len(recipe.eps_per_block)} "
+            f"powers for {len(blocks)} blocks."
+        )
+
 
 Task = Literal["classify", "mae", "probe"]
 Placement = Literal["auto", "device", "stream"]
@@ -55,7 +275,7 @@ class Recipe:
     holdout: float = _field(0.1, "Data", "share of the images to test on, where the set has no test split")
     skip_unreadable: bool = _field(False, "Data", "leave out images that cannot be read, instead of stopping")
 
-    model: str = _field("test_vit", "Model", "a timm name")
+    model: str = _field("test_vit", "Model", "a timm name, hf-hub:NAME or local-dir:FOLDER")
     image_size: int | None = _field(None, "Model",
         "side of the images in pixels [default: the data's own, else the model's]")
     patch_size: int | None = _field(None, "Model",

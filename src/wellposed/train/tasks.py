@@ -1,21 +1,93 @@
-"""What is trained: a classifier, a masked autoencoder, or a head on a frozen trunk.
+"""A linear probe: the head learns on features that stay as they are.
+
+>>> import timm
+>>> model = timm.create_model("test_vit", img_size=32, num_classes=10)
+>>> [parameter.shape for parameter in freeze_for_probe(model)]
+[torch.Size([10, 64]), torch.Size([10])]
+>>> probe_train_mode(model)
+>>> model.blocks.training, model.head.training
+(False, True)
+
+Tokens one after another in memory.
+
+A patch convolution writes channel by channel, and timm's embedding is a transposed view of that. Additions
+keep the order of what they add to, so in a model that joins no class token every block gets tokens whose
+numbers lie far apart: each of its norms gathers them, and compiled ones need a loop over what a GPU could
+read at once.
+
+What is trained: a classifier, a masked autoencoder, or a head on a frozen trunk.
 
 A task knows its loss and nothing of devices, processes or time. ``module`` is what the optimizer sees,
 ``trunk`` the timm model in it, which edits, exports and measurements are about.
+
+The test set through the model, on one or many processes.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from timm.layers import PatchEmbed
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wellposed.train.batches import Batch, EvalBatch
-from wellposed.train.linear_probe import freeze_for_probe, probe_train_mode
-from wellposed.train.mae import FixedMask, MaskedAutoencoder, MaskedOutput, encoder_state
-from wellposed.train.mae_masks import fixed_mask_noise, mask_noise
+from wellposed.probes.observe import plain
+from wellposed.train.batches import Batch, EvalBatch, EvalBatches
+from wellposed.train.distributed import read, total
+from wellposed.train.mae import (
+    FixedMask,
+    MaskedAutoencoder,
+    MaskedOutput,
+    encoder_state,
+    fixed_mask_noise,
+    mask_noise,
+)
 from wellposed.train.recipe import Recipe
-from wellposed.train.token_order import order_tokens
+
+
+def classifiers(model: nn.Module) -> dict[str, nn.Module]:
+    """The classifier of a timm model by its name in the model; a distilled DeiT has two."""
+    inner: Any = plain(model)
+    found = inner.get_classifier()
+    wanted = found if isinstance(found, (tuple, list)) else (found,)
+    return {name: module for name, module in inner.named_modules() if any(module is head for head in wanted)}
+
+
+def freeze_for_probe(model: nn.Module) -> list[nn.Parameter]:
+    """Freeze all but the classifier, and go to :func:`probe_train_mode`. Returns what is left to train."""
+    heads = classifiers(model).values()
+    left = [parameter for head in heads for parameter in head.parameters()]
+    if not left:
+        raise ValueError(
+            "a linear probe trains the model's head, got a model without one; use num_classes >= 2."
+        )
+    model.requires_grad_(False)
+    for parameter in left:
+        parameter.requires_grad_(True)
+    probe_train_mode(model)
+    return left
+
+
+def probe_train_mode(model: nn.Module) -> None:
+    """Instead of ``model.train()``: the trunk's dropout and batch norm stay as in evaluation."""
+    model.eval()
+    for head in classifiers(model).values():
+        head.train()
+
+
+def order_tokens(model: nn.Module) -> None:
+    """Let patch embeddings return (B, N, D) tokens that lie in this order; values stay the same."""
+    for module in model.modules():
+        if isinstance(module, PatchEmbed):
+            # Before edits that stand after the embedding: they read the tokens too.
+            module.register_forward_hook(in_order, prepend=True)
+
+
+def in_order(module: nn.Module, args: tuple[Any, ...], tokens: Tensor) -> Tensor:
+    """Forward hook."""
+    return tokens.contiguous() if tokens.dim() == 3 else tokens
+
 
 WATCHED = 64
 """Images that a monitor may show a masked autoencoder, at most."""
@@ -155,3 +227,44 @@ def make_task(model: nn.Module, recipe: Recipe, positions: Tensor | None = None)
     if recipe.task == "mae":
         return MaskedPretraining(model, recipe, positions)
     return LinearProbe(model) if recipe.task == "probe" else Classification(model)
+
+
+@dataclass(frozen=True)
+class Tested:
+    """Means over the test images; no accuracy where nothing is classified.
+
+    Images whose scores are not finite count as wrong; ``nonfinite`` is how many there are.
+    """
+
+    loss: float
+    accuracy: float | None
+    images: int
+    nonfinite: int = 0
+
+
+def evaluate(
+    forward: Callable[..., Any],
+    module: nn.Module,
+    task: Task,
+    batches: EvalBatches,
+    device: torch.device,
+    *,
+    rank: int = 0,
+    world: int = 1,
+) -> Tested:
+    """Test a module; it is left in evaluation mode. ``forward`` is the module or its compiled form."""
+    module.eval()
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    has_classes = True
+    with torch.no_grad():
+        for number, batch in enumerate(batches):
+            first = (number * world + rank) * len(batch.images)
+            scores = task.scores(forward(*task.eval_inputs(batch, first)), batch)
+            has_classes = scores.correct is not None
+            bad = ~scores.loss.isfinite()
+            correct = torch.zeros_like(scores.loss) if scores.correct is None else scores.correct
+            # NaN has a largest entry too, which may be the right one.
+            columns = (scores.loss, correct.masked_fill(bad, 0), torch.ones_like(scores.loss), bad)
+            sums += torch.stack([(batch.weights * column).sum().double() for column in columns])
+    loss, right, images, nonfinite = read(total(sums))
+    return Tested(loss / images, right / images if has_classes else None, int(images), int(nonfinite))

@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 
 from wellposed.train.batches import EvalBatches, TrainBatches, make_batches
-from wellposed.train.data.images import EncodedImages, PixelImages
-from wellposed.train.data.split import ImageData, Split
+from wellposed.train.data.images import EncodedImages, ImageData, PixelImages, Split
 from wellposed.train.recipe import Recipe
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)

@@ -3,8 +3,16 @@ import torch
 from torch import Tensor
 from torchvision.transforms import functional as torchvision
 
-from wellposed.train.batches.augment import augmented, erased, moved, normalised, resized_crop
-from wellposed.train.batches.plan import NOISE_STARTS, Augmentation, draw
+from wellposed.train.batches.augment import (
+    NOISE_STARTS,
+    Augmentation,
+    augmented,
+    draw,
+    erased,
+    moved,
+    normalised,
+    resized_crop,
+)
 
 SIZE = 16
 MEAN, STD = (torch.tensor(v).view(3, 1, 1) * 255 for v in ([0.5, 0.4, 0.3], [0.2, 0.25, 0.3]))

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from train.batches.small_sets import MEAN, SIZE, STD, arrays, batches
-from wellposed.train.batches import choose_placement, make_batches, placement
+from wellposed.train.batches import choose_placement, make_batches
+from wellposed.train.batches import make as placement
 from wellposed.train.recipe import Recipe
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@ import dataclasses
 
 import numpy as np
 
-from wellposed.train.batches.plan import (
+from wellposed.train.batches.augment import (
     CROP,
     ERASE,
     FLIP,

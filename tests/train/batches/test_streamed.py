@@ -12,11 +12,10 @@ import torch
 from PIL import Image
 
 from train.batches.small_sets import EVERYTHING, MIXES, SIZE, batches, equal, files
-from wellposed.train.batches.items import Items, Key, train_steps
+from wellposed.train.batches.augment import Augmentation
 from wellposed.train.batches.order import slot_positions
-from wellposed.train.batches.plan import Augmentation
-from wellposed.train.data.images import UnreadableImageError
-from wellposed.train.data.split import ImageData
+from wellposed.train.batches.streamed import Items, Key, train_steps
+from wellposed.train.data.images import ImageData, UnreadableImageError
 from wellposed.train.recipe import Recipe
 
 POLICY = {**EVERYTHING, **MIXES, "color_jitter": 0.0, "auto_augment": "rand-m9-mstd0.5-inc1"}

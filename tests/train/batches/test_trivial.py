@@ -11,8 +11,14 @@ from torchvision.transforms import functional as torchvision
 from torchvision.transforms.functional import InterpolationMode
 
 from train.batches.small_sets import arrays, batches, equal
-from wellposed.train.batches.plan import TRIVIAL, Augmentation, draw
-from wellposed.train.batches.trivial import OPERATIONS, STRENGTHS, trivially_augmented
+from wellposed.train.batches.augment import (
+    OPERATIONS,
+    STRENGTHS,
+    TRIVIAL,
+    Augmentation,
+    draw,
+    trivially_augmented,
+)
 
 SIZE = 32
 FILL = torch.tensor([120.0, 110, 100]).view(3, 1, 1)

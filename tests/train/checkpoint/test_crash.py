@@ -18,7 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from wellposed.train.checkpoint import Checkpoint, CheckpointError, Store, durable, manifest
+from wellposed.train import checkpoint as manifest
+from wellposed.train import durable
+from wellposed.train.checkpoint import Checkpoint, CheckpointError, Store
 
 CALLS = ("mkdir", "chmod", "fsync", "rename", "unlink", "rmdir")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from wellposed.train.checkpoint.plain_values import TensorName, decode, encode
+from wellposed.train.checkpoint import TensorName, decode, encode
 
 VALUES = {
     "none": None,

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from wellposed.train.checkpoint import Store, manifest
+from wellposed.train import checkpoint as manifest
+from wellposed.train.checkpoint import Store
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
 
@@ -298,14 +299,14 @@ def test_a_pickle_is_refused_and_not_run(pair: Store, tmp_path: Path) -> None:
     passed_over(pair, "model.safetensors")
 
     # The attacker writes a fitting manifest, too.
-    (newer / "manifest.json").write_bytes(manifest.describe(newer, FILES[:3], 2))
+    (newer / "manifest.json").write_bytes(manifest.manifest_text(newer, FILES[:3], 2))
     passed_over(pair, "model.safetensors is not in the safetensors format")
     torch.save({"w": Malicious(ran)}, newer / "model.safetensors")
-    (newer / "manifest.json").write_bytes(manifest.describe(newer, FILES[:3], 2))
+    (newer / "manifest.json").write_bytes(manifest.manifest_text(newer, FILES[:3], 2))
     passed_over(pair, "model.safetensors is not in the safetensors format")
 
     (newer / "state.json").write_bytes(payload)
-    (newer / "manifest.json").write_bytes(manifest.describe(newer, ["state.json"], 2))
+    (newer / "manifest.json").write_bytes(manifest.manifest_text(newer, ["state.json"], 2))
     passed_over(pair, "state.json cannot be read")
     assert not ran.exists()
     pickle.loads(payload)  # the payload does work

@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 
-from wellposed.train.checkpoint import Store, gather, gather_weights, restore, restore_weights
+from wellposed.train.checkpoint import Store
+from wellposed.train.training_state import gather, gather_weights, restore, restore_weights
 
 
 class Net(nn.Module):

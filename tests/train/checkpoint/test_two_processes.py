@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
-from wellposed.train.checkpoint import Store, gather, gather_weights, restore, restore_weights
+from wellposed.train.checkpoint import Store
+from wellposed.train.training_state import gather, gather_weights, restore, restore_weights
 
 Optimizer = torch.optim.Optimizer
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {

@@ -11,8 +11,7 @@ from torchvision.transforms import v2
 
 from wellposed.train.data import UnreadableImageError, decode_all, decode_readable, open_data
 from wellposed.train.data.decoding import fitted
-from wellposed.train.data.images import PixelImages
-from wellposed.train.data.split import Split
+from wellposed.train.data.images import PixelImages, Split
 
 WriteFolder = Callable[..., Path]
 

@@ -11,9 +11,8 @@ from sklearn.datasets import load_digits
 
 from wellposed import digits
 from wellposed.train.data import ImageData, open_data
-from wellposed.train.data.checks import checked_labels, held_out, numbered_classes
-from wellposed.train.data.images import PixelImages
-from wellposed.train.data.split import Part
+from wellposed.train.data.images import Part, PixelImages
+from wellposed.train.data.sets import checked_labels, held_out, numbered_classes
 
 
 def test_the_digits_are_those_of_scikit_learn_divided_as_the_tensors_are() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from split_pixels import Pixels
 from wellposed.train.data import UnreadableImageError, open_data, shards
-from wellposed.train.data.shard_names import braces_expanded, shard_paths
+from wellposed.train.data.shards import braces_expanded, shard_paths
 
 
 def tar(path: Path, members: dict[str, bytes]) -> Path:

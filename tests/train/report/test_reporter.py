@@ -11,8 +11,11 @@ import time
 import pytest
 from rich.console import Console
 
+from wellposed.train import log as run_log
+from wellposed.train import reporter, screen
+from wellposed.train.log import read_run
 from wellposed.train.recipe import Recipe
-from wellposed.train.report import Reporter, read_run, reporter, run_log, screen
+from wellposed.train.reporter import Reporter
 
 RECIPE = Recipe(epochs=4, trackers=("none",))
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from wellposed.train.report.run_log import NAME, RunLog, read_run
+from wellposed.train.log import NAME, RunLog, read_run
 
 
 def write(folder, *lines):

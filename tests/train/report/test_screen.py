@@ -9,7 +9,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from wellposed.train.report.screen import LINE_SECONDS, Bar, Lines, Unbreakable, make_screen
+from wellposed.train.screen import LINE_SECONDS, Bar, Lines, Unbreakable, make_screen
 
 
 class Clock:

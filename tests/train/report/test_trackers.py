@@ -10,9 +10,9 @@ from accelerate.utils import LoggerType
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from wellposed.train.log import read_run
 from wellposed.train.recipe import Recipe
-from wellposed.train.report import Reporter, read_run, tracker_names
-from wellposed.train.report.trackers import flat
+from wellposed.train.reporter import Reporter, flat, tracker_names
 
 
 @pytest.fixture(autouse=True)

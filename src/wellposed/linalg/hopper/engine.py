@@ -1,23 +1,29 @@
-"""The squaring chain by Triton kernels: forward and adjoint, as a sequence of launches.
+"""The squaring chain by Triton kernels: forward and adjoint, as sequences of launches and as operations.
 
 See :mod:`wellposed.linalg.spectral_chain` for the algebra. Backward needs the chain's K + 1 matrices, 4 bytes
-a number: 4 MB for an image of 196 tokens.
+a number: 4 MB for an image of 196 tokens. The two operations are opaque to ``torch.compile``, and
+``torch.vmap`` maps them.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from wellposed.linalg.hopper import lanczos, products
-from wellposed.linalg.hopper import steps as chain
+from wellposed.linalg.hopper import kernels
+from wellposed.linalg.once import once
+from wellposed.linalg.precision import without_autocast
 from wellposed.linalg.spectral_fit import MARGIN
-from wellposed.linalg.top_eigen import LANCZOS_STEPS
+from wellposed.linalg.top_eigen import power_start
 
 EDGE = 32
 """Matrices are padded to a multiple of this: rows start on a line of memory, loops have no remainder."""
+
+START_SQUARINGS, LANCZOS_STEPS = 7, 16
+"""Of the largest eigenvalue. Squarings in bfloat16 cost less than steps, and what they start from no matrix
+can be orthogonal to; the basis has rows of a power of two, so 17 steps would take twice as long."""
 
 
 def padded(n: int) -> int:
@@ -38,7 +44,7 @@ def forward(
     low, tiles, small = B * L * L, _tiles(L, 64), _tiles(L, 32)
     current = torch.empty(B, L, L, dtype=torch.float64, device=on)
     narrow = torch.empty(B, L, L, device=on)
-    products.gram_kernel[(small * B,)](
+    kernels.gram_kernel[(small * B,)](
         x, current, narrow, n, d, L, *x.stride(), small, BM=32, BK=16, num_warps=2, num_stages=3
     )
     lam, u = top_eigenpair(narrow, n)
@@ -47,17 +53,17 @@ def forward(
     following = torch.empty_like(current)
     for k in range(steps):
         if k < wide:
-            chain.wide_step_kernel[(small * B,)](
+            kernels.wide_step_kernel[(small * B,)](
                 current, following, stack[k + 1], low, factor, L, small,
                 KEEP=k + 1 < wide, BM=32, BK=16, num_warps=2, num_stages=3,
             )  # fmt: skip
             current, following = following, current
         else:
-            chain.step_kernel[(tiles * B,)](
+            kernels.step_kernel[(tiles * B,)](
                 stack[k], stack[k + 1], low, factor, L, tiles, BM=64, BK=32, num_warps=4, num_stages=3
             )
     z = torch.empty(B, L, L, device=on)
-    chain.readout_kernel[(tiles * B,)](
+    kernels.readout_kernel[(tiles * B,)](
         stack,
         coefficients,
         lam,
@@ -93,7 +99,7 @@ def backward(
     low, tiles, vb = B * L * L, _tiles(L, 64), _per_image(coefficients)
     zb = torch.empty(B, L, L, device=on)
     part = torch.empty(2, B, tiles, device=on)
-    products.symmetric_product_kernel[(tiles * B,)](
+    kernels.symmetric_product_kernel[(tiles * B,)](
         grad, x, zb, part[1], n, d, L, *grad.stride(), *x.stride(), tiles,
         BM=64, BK=16, num_warps=4, num_stages=3,
     )  # fmt: skip
@@ -108,7 +114,7 @@ def backward(
     for k in reversed(range(steps)):
         here = (steps - 1 - k) % 2
         there = 1 - here
-        chain.adjoint_step_kernel[(tiles * B,)](
+        kernels.adjoint_step_kernel[(tiles * B,)](
             stack[k], pair[here], scale[here], part[here], zb, norm, coefficients[:, k + 1 :],
             pair[there], scale[there], part[there], final, low, factor, vb, L, tiles,
             T=triton.next_power_of_2(tiles), LAST=k == 0, BM=64, BK=32, num_warps=4, num_stages=3,
@@ -127,8 +133,9 @@ def top_eigenpair(a: Tensor, n: int) -> tuple[Tensor, Tensor]:
     lam, u = torch.empty(B, device=a.device), torch.empty(B, L, device=a.device)
     across, steps = triton.next_power_of_2(L), min(LANCZOS_STEPS, n)
     basis = torch.zeros(B, steps + 1, across, device=a.device)
-    lanczos.lanczos_kernel[(B,)](
-        a, basis, lam, u, n, L, STEPS=steps, S=max(triton.next_power_of_2(steps), 16), BN=across,
+    basis[:, :1, :L] = power_start(a, START_SQUARINGS, torch.bfloat16)
+    kernels.lanczos_kernel[(B,)](
+        a, basis, lam, u, L, STEPS=steps, S=max(triton.next_power_of_2(steps), 16), BN=across,
         BR=min(32, max(8192 // across, 1)), num_warps=min(max(across // 64, 4), 16),
     )  # fmt: skip
     return lam, u
@@ -137,7 +144,7 @@ def top_eigenpair(a: Tensor, n: int) -> tuple[Tensor, Tensor]:
 def _start(matrix: Tensor, scale: Tensor, pair: Tensor, *, keep: bool) -> None:
     """Matrix times the scale of its image as a pair, and in place where it is to be kept."""
     B, L, _ = matrix.shape
-    chain.start_kernel[(math.ceil(L * L / 1024), B)](
+    kernels.start_kernel[(math.ceil(L * L / 1024), B)](
         matrix, scale, matrix, pair, B * L * L, L * L, KEEP=keep, BLOCK=1024, num_warps=4
     )
 
@@ -167,7 +174,133 @@ def _apply(z: Tensor, g: Tensor, out: Tensor, more: Sum | None = None) -> None:
     B, n, d = g.shape
     rows, cols = math.ceil(n / 32), math.ceil(d / 64)
     c, x, *others = more or (z, g, z, z, z, z)
-    products.apply_kernel[(rows * cols * B,)](
+    kernels.apply_kernel[(rows * cols * B,)](
         z, g, c, x, *others, out, n, d, z.shape[-1], *g.stride(), *x.stride(), *out.stride(), rows, cols,
         BACKWARD=more is not None, BM=32, BN=64, BK=16, num_warps=4, num_stages=3,
     )  # fmt: skip
+
+
+@torch.library.custom_op("wellposed::chain_forward", mutates_args=(), device_types="cuda")
+def chain_forward(
+    x: Tensor, coefficients: Tensor, delta: float, wide: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Y in x's dtype, Z, the chain as pairs (K + 1, 2, B, L, L), lambda_max and its vector (B, L)."""
+    return forward(x.float(), coefficients, delta, wide, x.dtype)
+
+
+@torch.library.custom_op("wellposed::chain_backward", mutates_args=(), device_types="cuda")
+def chain_backward(
+    grad: Tensor,
+    x: Tensor,
+    Z: Tensor,
+    stack: Tensor,
+    lam: Tensor,
+    u: Tensor,
+    coefficients: Tensor,
+    delta: float,
+) -> Tensor:
+    """The adjoint of :func:`chain_forward`'s Y at x, applied to grad; in grad's dtype.
+
+    The upstream gradient itself for zero tokens, zeros for tokens that are not finite.
+    """
+    return backward(grad.float(), x.float(), Z, stack, lam, u, coefficients, delta, grad.dtype)
+
+
+@chain_forward.register_fake
+def _(x: Tensor, coefficients: Tensor, delta: float, wide: int) -> tuple[Tensor, ...]:
+    B, n, _ = x.shape
+    L, steps = padded(n), coefficients.shape[1] - 2
+    square = x.new_empty((B, L, L), dtype=torch.float32)
+    stack = x.new_empty((steps + 1, 2, B, L, L), dtype=torch.float16)
+    y = torch.empty_strided(x.shape, dense_like(x), dtype=x.dtype, device=x.device)
+    return y, square, stack, square.new_empty(B), square.new_empty((B, L))
+
+
+@chain_backward.register_fake
+def _(grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_strided(x.shape, dense_like(x), dtype=grad.dtype, device=x.device)
+
+
+@chain_forward.register_vmap
+def _(
+    info: Any, in_dims: tuple[Any, ...], x: Tensor, coefficients: Tensor, delta: float, wide: int
+) -> tuple[Any, Any]:
+    x, coefficients = _batched(info, in_dims, (x, coefficients), at=(0, 0))
+    y, Z, stack, lam, u = chain_forward(x, coefficients, delta, wide)
+    shape = (info.batch_size, -1)
+    return (
+        y.unflatten(0, shape),
+        Z.unflatten(0, shape),
+        stack.unflatten(2, shape),
+        lam.unflatten(0, shape),
+        u.unflatten(0, shape),
+    ), (0, 0, 2, 0, 0)
+
+
+@chain_backward.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, int]:
+    *tensors, delta = arguments
+    merged = _batched(info, in_dims, tensors, at=(0, 0, 0, 2, 0, 0, 0))
+    return chain_backward(*merged, delta).unflatten(0, (info.batch_size, -1)), 0
+
+
+def _batched(info: Any, in_dims: tuple[Any, ...], tensors: Any, *, at: tuple[int, ...]) -> list[Tensor]:
+    """The mapped axis merged into the batch axis, which is ``at`` that place of each tensor."""
+    merged = []
+    for tensor, mapped, place in zip(tensors, in_dims, at, strict=False):
+        if mapped is None:
+            tensor = tensor.unsqueeze(place).expand(
+                *tensor.shape[:place], info.batch_size, *tensor.shape[place:]
+            )
+        else:
+            tensor = tensor.movedim(mapped, place)
+        merged.append(tensor.flatten(place, place + 1))
+    # One row of coefficients serves all matrices of its slice.
+    if len(merged[-1]) != len(merged[0]):
+        merged[-1] = merged[-1].repeat_interleave(len(merged[0]) // len(merged[-1]), 0)
+    return merged
+
+
+class ChainPower(torch.autograd.Function):
+    """The graying of matrices (B, n, d) with n <= d; the kernels know the rescaled form only."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, coefficients: Tensor, delta: float, rescale: bool, wide: int
+    ) -> tuple[Tensor, ...]:
+        with without_autocast(x):
+            # The literal form is divided before it is rounded.
+            tokens = x if rescale else x.float()
+            y, *chain = torch.ops.wellposed.chain_forward(tokens, coefficients, delta, wide)
+            y = y if rescale else (y / _size(chain[2])).to(x.dtype)
+        return y, *chain
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, coefficients, ctx.delta, ctx.rescale, _ = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        y, *chain = output
+        ctx.save_for_backward(x, coefficients, x if ctx.rescale else y, *chain)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, coefficients, y, Z, stack, lam, u = ctx.saved_tensors
+        with without_autocast(grad):
+            size = _size(lam)
+            upstream = grad if ctx.rescale else grad.float() / size
+            out = torch.ops.wellposed.chain_backward(upstream, x, Z, stack, lam, u, coefficients, ctx.delta)
+            if ctx.rescale:  # it has seen to zero tokens and to those that are not finite
+                return out, *[None] * 4
+            # Y has been divided by s_max = |u^T X|: the gradient of that is - <G, Y> / s_max^2 u u^T X.
+            u = u[:, None, : x.shape[1]]
+            along = (u @ x.float()) / size * (upstream * y.float()).sum((-2, -1), keepdim=True)
+            out = (out - u.mT * along).to(grad.dtype)
+            zero, finite = (flag[:, None, None] for flag in (lam == 0, lam.isfinite()))
+            return torch.where(zero, grad, torch.where(finite, out, 0)), *[None] * 4
+
+
+def _size(lam: Tensor) -> Tensor:
+    return torch.where(lam == 0, 1, lam).sqrt()[:, None, None]

@@ -19,7 +19,7 @@ from wellposed.study.figures import Canvas
 from wellposed.study.measured.rows import measured_row
 from wellposed.study.measured.settings import plain_vit_with_checkpoints
 from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport, Verdict
-from wellposed.train.trained_run import Moment, TrainedRun, open_run
+from wellposed.train.runs import Moment, TrainedRun, open_run
 
 PICTURES: dict[str, dict[str, str]] = {
     "Prop. 4.1, attention without skip": {

@@ -16,7 +16,7 @@ from wellposed.study.measured.entropy_per_head import IMAGES, entropy_per_head
 from wellposed.study.measured.settings import plain_vit
 from wellposed.study.measured.softmax_rows import NORMS, attention_rows
 from wellposed.study.plan import Cell, RunRecord, Scale, Study, StudyRecords, StudyReport
-from wellposed.train.trained_run import open_run
+from wellposed.train.runs import open_run
 
 LABEL = "plain"
 DENSE = 0.5

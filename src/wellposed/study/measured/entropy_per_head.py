@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from wellposed.probes import diagnose
 from wellposed.study.measured.rows import measured_row
-from wellposed.train.trained_run import Moment, TrainedRun, open_run
+from wellposed.train.runs import Moment, TrainedRun, open_run
 
 IMAGES = 16
 _MEASURES = ("entropy", "softmax jacobian trace", "softmax jacobian frobenius")

@@ -19,7 +19,7 @@ from wellposed.study.figures import Canvas
 from wellposed.study.measured.settings import plain_vit
 from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport, data_name
 from wellposed.train.recipe import Recipe
-from wellposed.train.trained_run import Moment, TrainedRun, open_run
+from wellposed.train.runs import Moment, TrainedRun, open_run
 
 MEASURE = "jacobian spectrum"
 EPS = (1.0, 0.9, 0.7, 0.5)

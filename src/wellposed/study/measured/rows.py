@@ -3,7 +3,7 @@
 from typing import Any
 
 from wellposed.records import Record, to_dict
-from wellposed.train.trained_run import Moment
+from wellposed.train.runs import Moment
 
 _LEFT_OUT = ("module", "samples", "at_least", "curve")
 

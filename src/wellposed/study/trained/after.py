@@ -5,7 +5,7 @@ from typing import Any
 
 from wellposed.probes import diagnose
 from wellposed.records import Record
-from wellposed.train.trained_run import open_run
+from wellposed.train.runs import open_run
 
 
 def conditioning_and_density(folder: Path, study: Path) -> list[dict[str, Any]]:

@@ -1,11 +1,8 @@
 """Batches of images, resident on the device or streamed through workers."""
 
-from wellposed.train.batches.batch import Batch, EvalBatch, EvalBatches, TrainBatches
-from wellposed.train.batches.evaluation import ResidentEval, StreamedEval
-from wellposed.train.batches.make import make_batches
-from wellposed.train.batches.placement import choose_placement
-from wellposed.train.batches.resident import ResidentBatches
-from wellposed.train.batches.streamed import StreamedBatches
+from wellposed.train.batches.batch import Batch, EvalBatch, EvalBatches, ResidentBatches, TrainBatches
+from wellposed.train.batches.make import choose_placement, make_batches
+from wellposed.train.batches.streamed import ResidentEval, StreamedBatches, StreamedEval
 
 __all__ = [
     "Batch",

@@ -1,16 +1,287 @@
-"""Augmentation of a whole batch at once, on the device: pure functions of pixels and a plan.
+"""Changes of colour, each image of a batch by its own amount.
+
+Values are float and from 0 to 255; axes: b images, C channels, S pixels. Amounts are (b, 1, 1, 1).
+
+TrivialAugment (Mueller and Hutter, 2021) of a whole batch on the device: one operation an image.
+
+The wide space of the paper: 14 operations and 31 strengths, drawn alike often. torchvision has it for
+one image, or with one draw for a whole batch. Here each image has its own draw, and all operations are
+computed for all of them: that is cheap for small images, and there is no branch on data.
+
+What the edges leave free has the mean colour. Shifts are of the side at most, where the paper has 32 pixels.
+
+What is done to each image of an update, as a table of numbers.
+
+The table has one row for each image of the whole update, whoever processes it, and is drawn from (seed,
+update) on the CPU: so each process can take its own rows, and a GPU gets a few kilobytes in one copy. Each
+kind of augmentation has its own columns; switching one on changes nothing in the others.
+
+>>> plan = draw(Augmentation(shift=4), seed=0, update=7, batch_size=64, size=32)
+>>> plan.shape, float(plan[:, SHIFT].min()), float(plan[:, SHIFT].max())
+((64, 17), -4.0, 4.0)
+
+Augmentation of a whole batch at once, on the device: pure functions of pixels and a plan.
 
 There is no branch on data and no loop over images, so that a GPU gets a few kernels a batch, nothing waits
 for it, and ``torch.compile`` takes the whole. Axes: n stored images, b of the batch, C channels, S pixels.
 """
 
-import torch
-from torch import Tensor
-from torch.nn.functional import grid_sample
+import dataclasses
+import math
+from dataclasses import dataclass
 
-from wellposed.train.batches.colours import jittered
-from wellposed.train.batches.plan import CROP, ERASE, FLIP, JITTER, NOISE, SHIFT, TRIVIAL, Augmentation
-from wellposed.train.batches.trivial import trivially_augmented
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import avg_pool2d, grid_sample
+
+from wellposed.train.batches.order import Purpose, generator
+from wellposed.train.recipe import TRIVIAL_POLICY, Recipe
+
+_GRAY = (0.299, 0.587, 0.114)
+"""Weights of red, green and blue in brightness, as in Pillow."""
+
+
+def jittered(x: Tensor, factors: Tensor) -> Tensor:
+    """Brightness, contrast and saturation scaled by factors (b, 3), in this order."""
+    brightness, contrast, saturation = factors[:, :, None, None, None].unbind(1)
+    x = (x * brightness).clamp_(0, 255)
+    x = torch.lerp(mean_gray(x), x, contrast).clamp_(0, 255)
+    return torch.lerp(gray(x), x, saturation).clamp_(0, 255)
+
+
+def gray(x: Tensor) -> Tensor:
+    """Without colour, (b, 1, S, S)."""
+    if x.shape[1] == 1:
+        return x
+    red, green, blue = x.unbind(1)
+    return (_GRAY[0] * red + _GRAY[1] * green + _GRAY[2] * blue)[:, None]
+
+
+def mean_gray(x: Tensor) -> Tensor:
+    """The mean brightness of each image, (b, 1, 1, 1)."""
+    return gray(x).mean((1, 2, 3), keepdim=True)
+
+
+def blurred(x: Tensor) -> Tensor:
+    """Smoothed by Pillow's filter for sharpness, 5 amid ones; the outermost pixels stay."""
+    inner = (9 * avg_pool2d(x, 3, stride=1) + 4 * x[..., 1:-1, 1:-1]) / 13
+    out = x.clone()
+    out[..., 1:-1, 1:-1] = inner
+    return out
+
+
+def posterized(x: Tensor, bits: Tensor) -> Tensor:
+    """The upper ``bits`` of whole numbers."""
+    step = torch.exp2(8 - bits)
+    return (x / step).floor() * step
+
+
+def solarized(x: Tensor, threshold: Tensor) -> Tensor:
+    """Inverted from the threshold on."""
+    return torch.where(x >= threshold, 255 - x, x)
+
+
+def stretched(x: Tensor) -> Tensor:
+    """Each channel over all of 0 to 255; a channel of one colour stays."""
+    low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
+    return torch.where(high > low, (x - low) * (255 / (high - low).clamp(min=1)), x)
+
+
+def equalized(x: Tensor) -> Tensor:
+    """Whole numbers in each channel made as frequent as each other, as Pillow does it.
+
+    Pillow's table needs, for a value, the number of pixels below it. That is its place among the sorted
+    pixels, so there is no histogram, whose sums a GPU would collect by atomics.
+    """
+    flat = x.flatten(2)
+    ordered = flat.sort(dim=2).values
+    below = torch.searchsorted(ordered, flat.contiguous())
+    step = below.amax(2, keepdim=True) // 255
+    levels = (below + step // 2) // step.clamp(min=1)
+    return torch.where(step > 0, levels.clamp(max=255).to(x.dtype), flat).view_as(x)
+
+
+OPERATIONS = (
+    "identity",
+    "shear_x",
+    "shear_y",
+    "translate_x",
+    "translate_y",
+    "rotate",
+    "brightness",
+    "saturation",
+    "contrast",
+    "sharpness",
+    "posterize",
+    "solarize",
+    "stretch",
+    "equalize",
+)
+STRENGTHS = 31
+"""Evenly from 0 to 1, each with a random sign."""
+
+_SHEAR, _PIXELS, _DEGREES, _BLEND, _BITS = 0.99, 32, 135, 0.99, 6
+
+
+def trivially_augmented(images: Tensor, plan: Tensor, fill: Tensor) -> Tensor:
+    """Images (b, C, S, S), uint8, after one operation each.
+
+    Args:
+        images: (b, C, S, S), uint8.
+        plan: (b, 2): the index in :data:`OPERATIONS`, and the strength from -1 to 1. Operations without a
+            direction use its size.
+        fill: (C, 1, 1), the colour around the image, from 0 to 255.
+    """
+    operation, strength = (column[:, None, None, None] for column in plan.unbind(1))
+
+    def is_(name: str) -> Tensor:
+        return operation == OPERATIONS.index(name)
+
+    x = warped(images, plan[:, 0], plan[:, 1], fill).float()
+    base = torch.where(is_("brightness"), torch.zeros_like(x), x)
+    base = torch.where(is_("saturation"), gray(x), base)
+    base = torch.where(is_("contrast"), mean_gray(x), base)
+    base = torch.where(is_("sharpness"), blurred(x), base)
+    # Where none of these is meant the base is the image, and stays.
+    blended = torch.lerp(base, x, 1 + _BLEND * strength).clamp(0, 255)
+    size = strength.abs()
+    out = torch.where(is_("posterize"), posterized(x, 8 - (_BITS * size).round()), blended)
+    out = torch.where(is_("solarize"), solarized(x, 255 * (1 - size)), out)
+    out = torch.where(is_("stretch"), stretched(x), out)
+    out = torch.where(is_("equalize"), equalized(x), out)
+    return out.round().to(torch.uint8)
+
+
+def warped(images: Tensor, operation: Tensor, strength: Tensor, fill: Tensor) -> Tensor:
+    """Sheared about the upper left corner, shifted or rotated about the centre, each to the nearest pixel."""
+    b, channels, side, _ = images.shape
+
+    def amount(name: str, most: float) -> Tensor:
+        return (most * strength * (operation == OPERATIONS.index(name)))[:, None, None]
+
+    steps = torch.arange(side, device=images.device, dtype=torch.float32)
+    ys, xs = steps[:, None] - (side - 1) / 2, steps - (side - 1) / 2
+    angle = amount("rotate", math.radians(_DEGREES))
+    cosine, sine = angle.cos(), angle.sin()
+    # Where a pixel of the result comes from, from the centre: the inverse of what is done to the image. A
+    # shear about the corner is one about the centre and a shift. Of its three parts at most one is not zero.
+    shear_x, shear_y = amount("shear_x", _SHEAR), amount("shear_y", _SHEAR)
+    most = min(_PIXELS, side)
+    from_x = cosine * xs - sine * ys + shear_x * (ys + side / 2) - amount("translate_x", most).trunc()
+    from_y = cosine * ys + sine * xs + shear_y * (xs + side / 2) - amount("translate_y", most).trunc()
+    columns, rows = ((where + (side - 1) / 2).round().long() for where in (from_x, from_y))
+    outside = (columns < 0) | (columns >= side) | (rows < 0) | (rows >= side)
+    pixel = rows.clamp(0, side - 1) * side + columns.clamp(0, side - 1)
+    flat = pixel.view(b, 1, side * side).expand(-1, channels, -1)
+    taken = images.flatten(2).gather(2, flat).view_as(images)
+    return torch.where(outside[:, None], fill.round().to(images.dtype), taken)
+
+
+FLIP = 0
+"""1 to mirror, else 0."""
+SHIFT = slice(1, 3)
+"""Pixels down and to the right that the window over the image moves."""
+CROP = slice(3, 7)
+"""Top, left, height, width, as shares of the side."""
+JITTER = slice(7, 10)
+"""Factors of brightness, contrast and saturation."""
+ERASE = slice(10, 14)
+"""Top, left, bottom, right in pixels, the last two excluded; nothing is erased where they are equal."""
+NOISE = 14
+"""Where in the bank of noise the filling starts."""
+TRIVIAL = slice(15, 17)
+"""Index of the operation of TrivialAugment, and its strength from -1 to 1."""
+
+NOISE_STARTS = 2**16
+_WIDTH = 17
+_UNIFORMS = 19
+_CROP_RATIO = 4 / 3
+"""Of width to height and the other way round, at most; as in torchvision's RandomResizedCrop."""
+_ERASE_AREA, _ERASE_RATIO = (0.02, 1 / 3), 1 / 0.3
+"""As in timm's RandomErasing."""
+
+Table = NDArray[np.float32]
+_Uniforms = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Strengths of what is done on the device; the defaults do nothing."""
+
+    flip: float = 0.0
+    shift: int = 0
+    crop_scale: float | None = None
+    jitter: float = 0.0
+    erase: float = 0.0
+    trivial: bool = False
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Augmentation":
+        """All that a resolved recipe asks for; None there means off."""
+        return cls(
+            flip=recipe.flip or 0.0,
+            shift=recipe.crop_padding or 0,
+            crop_scale=recipe.crop_scale,
+            jitter=recipe.color_jitter,
+            erase=recipe.erase,
+            trivial=recipe.auto_augment == TRIVIAL_POLICY,
+        )
+
+    def after_workers(self) -> "Augmentation":
+        """What remains when workers have cropped, mirrored and jittered the pictures."""
+        return dataclasses.replace(self, flip=0.0, crop_scale=None, jitter=0.0)
+
+    @property
+    def is_nothing(self) -> bool:
+        return self == Augmentation()
+
+
+def draw(augmentation: Augmentation, seed: int, update: int, batch_size: int, size: int) -> Table:
+    """The plan of an update's images, of ``size`` pixels a side."""
+    uniforms = generator(seed, Purpose.AUGMENT, update).random((_UNIFORMS, batch_size))
+    plan = np.zeros((batch_size, _WIDTH), np.float32)
+    if augmentation.flip:
+        plan[:, FLIP] = uniforms[0] < augmentation.flip
+    if augmentation.shift:
+        plan[:, SHIFT] = np.floor(uniforms[1:3] * (2 * augmentation.shift + 1)).T - augmentation.shift
+    if augmentation.crop_scale is not None:
+        plan[:, CROP] = windows(uniforms[3:7], (augmentation.crop_scale, 1.0), _CROP_RATIO).T
+    if augmentation.jitter:
+        plan[:, JITTER] = 1 + augmentation.jitter * (2 * uniforms[7:10].T - 1)
+    if augmentation.erase:
+        rectangles = _rectangles(uniforms[10:14], size)
+        plan[:, ERASE] = np.where(uniforms[14] < augmentation.erase, rectangles, 0).T
+        plan[:, NOISE] = np.floor(uniforms[15] * NOISE_STARTS)
+    if augmentation.trivial:
+        strengths = np.floor(uniforms[17] * STRENGTHS) / (STRENGTHS - 1)
+        signed = np.where(uniforms[18] < 0.5, -strengths, strengths)
+        plan[:, TRIVIAL] = np.stack([np.floor(uniforms[16] * len(OPERATIONS)), signed]).T
+    return plan
+
+
+def windows(uniforms: _Uniforms, areas: tuple[float, float], ratio: float) -> _Uniforms:
+    """Windows in the unit square from four uniform numbers each: (top, left, height, width).
+
+    The area is uniform, the logarithm of the aspect ratio too, in so far as the window fits: the ratio
+    is limited, instead of drawing again, so an area of 1 is the whole square.
+    """
+    low, high = areas
+    log_area = np.log(low + (high - low) * uniforms[0])
+    log_ratio = (2 * uniforms[1] - 1) * np.minimum(math.log(ratio), -log_area)
+    height, width = np.exp((log_area - log_ratio) / 2), np.exp((log_area + log_ratio) / 2)
+    return np.stack([uniforms[2] * (1 - height), uniforms[3] * (1 - width), height, width])
+
+
+def _rectangles(uniforms: _Uniforms, size: int) -> _Uniforms:
+    """Windows of whole pixels: (top, left, bottom, right)."""
+    _, _, height, width = windows(uniforms, _ERASE_AREA, _ERASE_RATIO)
+    height, width = (np.maximum(np.rint(size * side), 1) for side in (height, width))
+    top, left = (
+        np.floor(u * (size - side + 1)) for u, side in zip(uniforms[2:], (height, width), strict=True)
+    )
+    return np.stack([top, left, top + height, left + width])
 
 
 def augmented(
@@ -27,7 +298,7 @@ def augmented(
     Args:
         pixels: (n, C, S, S), uint8.
         indices: (b,) of the images to take, or None for all, in order.
-        plan: (b, columns), see :mod:`wellposed.train.batches.plan`; None to augment nothing.
+        plan: (b, columns), see :mod:`wellposed.train.batches.augment`; None to augment nothing.
         mean, std: (C, 1, 1), of pixels from 0 to 255.
         noise: a bank for erased rectangles, longer than an image.
         augmentation: which parts of the plan are used.

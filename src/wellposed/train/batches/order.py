@@ -1,4 +1,12 @@
-"""Which images an update takes, and which of them a process takes.
+"""Random numbers that depend on nothing but what they are for.
+
+Every draw starts from (seed, purpose, where), mixed by numpy's SeedSequence; ``where`` is an epoch, an update
+or a position. So nothing depends on what was drawn before, and a resumed run needs no state of a generator.
+
+>>> int(generator(0, Purpose.ORDER, 3).integers(100)) == int(generator(0, Purpose.ORDER, 3).integers(100))
+True
+
+Which images an update takes, and which of them a process takes.
 
 Epoch e visits the images in a permutation drawn from (seed, e, rollbacks); images that fill no whole batch
 are left out. The B positions of an update are cut into slots, one for each process and pass.
@@ -10,12 +18,69 @@ mirrored position; with such slots these are the same two images however many sl
 [0, 1, 2, 3, 4, 5, 6, 7]
 >>> slot_positions(0, 2, 8).tolist(), slot_positions(1, 2, 8).tolist()
 ([0, 1, 6, 7], [2, 3, 4, 5])
+
+Randomness inside the model, such as dropout: a pure function of the seed, the update and the process.
 """
 
+import contextlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from wellposed.train.batches.draws import Purpose, generator
+
+class Purpose(IntEnum):
+    """What is drawn; two purposes never share numbers. A value, once used, keeps its meaning."""
+
+    ORDER = 0
+    AUGMENT = 1
+    ITEM = 2
+    MIX = 3
+    NOISE = 4
+    MODEL = 5
+    MASK = 6
+    TEST_MASK = 7
+
+
+def sequence(seed: int, purpose: Purpose, *where: int) -> np.random.SeedSequence:
+    return np.random.SeedSequence(seed, spawn_key=(int(purpose), *where))
+
+
+def generator(seed: int, purpose: Purpose, *where: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(sequence(seed, purpose, *where)))
+
+
+@contextlib.contextmanager
+def numpy_seeded(seed: int, purpose: Purpose, *where: int) -> Iterator[None]:
+    """Numpy's global generator seeded, and afterwards as it was: for libraries that draw from it."""
+    before = np.random.get_state()
+    np.random.seed(sequence(seed, purpose, *where).generate_state(4))
+    try:
+        yield
+    finally:
+        np.random.set_state(before)
+
+
+@contextlib.contextmanager
+def all_seeded(seed: int, purpose: Purpose, *where: int) -> Iterator[None]:
+    """The global generators of Python, numpy and torch's CPU seeded, and afterwards as they were."""
+    python_words, torch_words = sequence(seed, purpose, *where).generate_state(2, np.uint64)
+    python_before, torch_before = random.getstate(), torch.get_rng_state()
+    random.seed(int(python_words))
+    # torch.manual_seed would reseed the accelerators too.
+    torch.default_generator.manual_seed(int(torch_words >> np.uint64(1)))
+    try:
+        with numpy_seeded(seed, purpose, *where):
+            yield
+    finally:
+        random.setstate(python_before)
+        torch.set_rng_state(torch_before)
+
 
 Indices = NDArray[np.int64]
 
@@ -75,3 +140,30 @@ class Order:
         kept = self.updates_per_epoch * self.batch_size
         order = permutation(self.images, self.seed, epoch, self.rollbacks)[:kept]
         return order.reshape(self.updates_per_epoch, self.batch_size)[:, self.positions]
+
+
+def seed_update(seed: int, update: int, rank: int) -> None:
+    """Seed the global generators of torch, on all devices, of numpy and of Python."""
+    (word,) = sequence(seed, Purpose.MODEL, update, rank).generate_state(1)
+    torch.default_generator.manual_seed(int(word))
+    # torch.manual_seed would note, at every call anew, what to do should a GPU of another kind wake up.
+    kinds: tuple[Any, ...] = (torch.cuda, torch.xpu)
+    for kind in kinds:
+        if kind.is_initialized():
+            kind.manual_seed_all(int(word))
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(int(word))
+    np.random.seed(word)
+    random.seed(int(word))
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """The caller's global generators are afterwards as they were."""
+    python_before, numpy_before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python_before)
+            np.random.set_state(numpy_before)

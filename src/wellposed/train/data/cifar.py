@@ -13,9 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wellposed.train.data.cifar_pickle import read_pickle
-from wellposed.train.data.compact import Bytes
-from wellposed.train.data.images import PixelImages
-from wellposed.train.data.split import Contents, Part
+from wellposed.train.data.images import Bytes, Contents, Part, PixelImages
 
 SIDE = 32
 _PIXELS = 3 * SIDE * SIDE

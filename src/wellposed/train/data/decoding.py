@@ -1,20 +1,166 @@
-"""Decode a whole split at once, for sets that fit in memory.
+"""Work on many images in threads: Pillow and the disk leave Python's lock free.
+
+What the headers of all images say, before any time is spent on training.
+
+Decode a whole split at once, for sets that fit in memory.
 
 >>> from wellposed.train.data import open_data
 >>> decode_all(open_data("digits").test, 8, 1).shape
 (400, 1, 8, 8)
 """
 
-from typing import NamedTuple
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from PIL import Image
+from rich.console import Console
+from rich.progress import Progress
 
-from wellposed.train.data.compact import Bytes, Indices
-from wellposed.train.data.headers import refusal
-from wellposed.train.data.images import UnreadableImageError
-from wellposed.train.data.split import Split
-from wellposed.train.data.threads import in_threads
+from wellposed.train.data.images import (
+    Bytes,
+    EncodedImages,
+    Images,
+    Indices,
+    Split,
+    UnreadableImageError,
+    opened,
+    unreadable,
+)
+
+Result = TypeVar("Result")
+
+BAR_FROM = 5_000
+"""Fewer images are done before a bar could be read."""
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_threads(
+    work: Callable[[range], Result],
+    count: int,
+    what: str,
+    *,
+    chunk: int = 64,
+    threads: int | None = None,
+    progress: bool = True,
+    bar_from: int = BAR_FROM,
+) -> list[Result]:
+    """``work`` on pieces of ``range(count)``, its results in order.
+
+    Args:
+        work: takes a piece of the range.
+        what: words beside the progress bar, which is shown for ``bar_from`` items or more, on a terminal,
+            by the first process of a machine.
+        chunk: size of a piece.
+        threads: as many as there are cores unless the work waits for a disk.
+    """
+    pieces = [range(start, min(start + chunk, count)) for start in range(0, count, chunk)]
+    console = Console(stderr=True)
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    is_silent = not (progress and is_first and console.is_terminal and count >= bar_from)
+    results = []
+    with (
+        Progress(console=console, transient=True, disable=is_silent) as bar,
+        ThreadPoolExecutor(threads or cores()) as pool,
+    ):
+        task = bar.add_task(what, total=count)
+        try:
+            for piece, result in zip(pieces, pool.map(work, pieces), strict=True):
+                results.append(result)
+                bar.advance(task, len(piece))
+        except BaseException:  # an interrupt too should not wait for what has not begun
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return results
+
+
+NAMED = 5
+"""How many of the unreadable images a message names."""
+
+_GREY = ("1", "L", "LA", "La", "I;16", "I;16B", "I;16L")
+
+
+class Look(NamedTuple):
+    """What was seen.
+
+    Args:
+        unreadable: index and message of each image that has no readable header.
+        size: side in pixels if all are squares of one size.
+        is_grey: all are.
+    """
+
+    unreadable: list[tuple[int, str]]
+    size: int | None
+    is_grey: bool
+
+
+def look(images: Images, what: str) -> Look:
+    """Open all images, which reads their headers; the pixels are not decoded."""
+    if images.pixels is not None:
+        _, height, width, channels = images.pixels.shape
+        return Look([], height if height == width else None, channels == 1)
+    assert isinstance(images, EncodedImages)
+    encoded = images
+
+    def look_at(piece: range) -> tuple[list[tuple[int, str]], set[tuple[int, int]], bool]:
+        failed, sizes, is_grey = [], set(), True
+        for index in piece:
+            try:
+                with opened(encoded.header(index)) as picture:
+                    sizes.add(picture.size)
+                    is_grey = is_grey and picture.mode in _GREY
+            except Exception as error:
+                failed.append((index, str(unreadable(encoded.name(index), error))))
+        return failed, sizes, is_grey
+
+    # Reading a header is work for Python alone; threads only help where they wait for a disk.
+    threads = 1 if encoded.is_in_memory else 16
+    pieces = in_threads(look_at, len(images), f"looking at {what}", chunk=256, threads=threads)
+    failed = [entry for failures, _, _ in pieces for entry in failures]
+    sizes = set().union(*(seen for _, seen, _ in pieces))
+    return Look(failed, _side(sizes), all(is_grey for _, _, is_grey in pieces))
+
+
+def _side(sizes: Iterable[tuple[int, int]]) -> int | None:
+    """The side, if all are squares of one.
+
+    >>> _side({(32, 32)}), _side({(32, 32), (64, 64)}), _side({(32, 24)})
+    (32, None, None)
+    """
+    first, *others = sizes or [(0, 1)]
+    return first[0] if not others and first[0] == first[1] else None
+
+
+def refusal(what: str, messages: list[str], total: int) -> UnreadableImageError:
+    """One error for all images that cannot be read."""
+    return UnreadableImageError(
+        f"{counted(what, messages, total)} Repair or remove them, or leave them out with skip_unreadable."
+    )
+
+
+def nothing_left(total: int, first: str) -> UnreadableImageError:
+    """Where those that cannot be read are left out, and none of a split can be."""
+    return UnreadableImageError(
+        f"expected at least one image that can be read, got none among the {total} of a split; the first: "
+        f"{first} Repair them, or take other data."
+    )
+
+
+def counted(what: str, messages: list[str], total: int) -> str:
+    """How many cannot be read, the first of them, and why.
+
+    >>> counted("pets", ["cat/1.jpg cannot be read: cannot identify image file."], 20)
+    '1 of 20 images of pets cannot be read: cat/1.jpg: cannot identify image file.'
+    """
+    named = [message.replace(" cannot be read: ", ": ", 1).removesuffix(".") for message in messages[:NAMED]]
+    more = f"; and {len(messages) - NAMED} more" if len(messages) > NAMED else ""
+    return f"{len(messages)} of {total} images of {what} cannot be read: {'; '.join(named)}{more}."
 
 
 class Readable(NamedTuple):

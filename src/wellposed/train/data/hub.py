@@ -13,11 +13,9 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from wellposed.train.data.checks import numbered_classes
-from wellposed.train.data.compact import Indices
-from wellposed.train.data.images import EncodedImages
-from wellposed.train.data.split import Contents, Part
-from wellposed.train.data.split_names import grouped, train_and_test
+from wellposed.train.data.folder import grouped, train_and_test
+from wellposed.train.data.images import Contents, EncodedImages, Indices, Part
+from wellposed.train.data.sets import numbered_classes
 
 _IMAGE_NAMES = ("image", "img")
 _LABEL_NAMES = ("label", "labels", "fine_label")

@@ -13,9 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from wellposed.files import read_bytes
-from wellposed.train.data.compact import Bytes
-from wellposed.train.data.images import PixelImages
-from wellposed.train.data.split import Contents, Part
+from wellposed.train.data.images import Bytes, Contents, Part, PixelImages
 
 MOST_BYTES = 2**28
 

@@ -1,20 +1,108 @@
-"""Images by index, wherever their bytes are.
+"""Many byte strings as two arrays, so that forked worker processes share them.
+
+A list of a million paths is a million Python objects. Each process that only looks at one writes its
+reference count, and so copies the page that holds it: the memory of every worker grows over an epoch. Arrays
+have no such counts.
+
+>>> paths = Slices.of_texts(["cat/1.jpg", "dog/2.jpg", "dog/3.jpg"])
+>>> paths.select(np.array([2, 0])).text(0)
+'dog/3.jpg'
+
+Images by index, wherever their bytes are.
 
 They go to worker processes: all are picklable and none holds an open file.
+
+A set of labelled images: two splits, the names of the classes, and what is known of the pictures.
 """
 
 import errno
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
-from typing import IO, Self
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from wellposed.files import require_regular
 from wellposed.probes.image_sources import decode, reason, require_picture
-from wellposed.train.data.compact import Bytes, Indices, Slices
+
+Indices = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+
+class ByteSource(Protocol):
+    def __getitem__(self, where: slice) -> Bytes: ...
+
+
+class Slices(NamedTuple):
+    """Byte string i is ``data[starts[i]:stops[i]]``."""
+
+    data: ByteSource
+    starts: Indices
+    stops: Indices
+
+    @classmethod
+    def of_texts(cls, texts: Iterable[str]) -> "Slices":
+        parts = [os.fsencode(text) for text in texts]
+        ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+        return cls(np.frombuffer(b"".join(parts), np.uint8), ends[:-1], ends[1:])
+
+    def content(self, index: int) -> bytes:
+        return self.data[int(self.starts[index]) : int(self.stops[index])].tobytes()
+
+    def text(self, index: int) -> str:
+        return os.fsdecode(self.content(index))
+
+    def select(self, indices: Indices) -> "Slices":
+        """Those at the indices; the bytes themselves are not copied."""
+        return Slices(self.data, self.starts[indices], self.stops[indices])
+
+
+class Fingerprint(NamedTuple):
+    """Tells whether a file is still the one that was looked at."""
+
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> "Fingerprint":
+        return cls(status.st_size, status.st_mtime_ns)
+
+    def check(self, descriptor: int, path: Path | str) -> None:
+        """Refuse an open file that is another one by now."""
+        if Fingerprint.of(os.fstat(descriptor)) != self:
+            raise OSError(errno.ESTALE, "the file was changed while it was in use; start again", str(path))
+
+
+class MappedBytes:
+    """A range of bytes in a file, mapped into memory: processes share it, however they were started.
+
+    What is pickled is the place, not the bytes.
+    """
+
+    def __init__(self, path: Path, offset: int, size: int, fingerprint: Fingerprint) -> None:
+        self._place = (path.absolute(), offset, size, fingerprint)
+        with path.open("rb") as file:
+            fingerprint.check(file.fileno(), path)
+            # As a plain array, of which a slice is quicker made than of a memmap.
+            self._bytes: Bytes = np.asarray(
+                np.memmap(file, np.uint8, "r", offset, (size,)) if size else np.empty(0, np.uint8)
+            )
+
+    def __getitem__(self, where: slice) -> Bytes:
+        return self._bytes[where]
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MappedBytes, self._place
 
 
 class UnreadableImageError(ValueError):
@@ -173,3 +261,108 @@ def unreadable(name: str, error: Exception) -> UnreadableImageError:
     if is_machine or isinstance(error, MemoryError):
         raise error
     return UnreadableImageError(f"{name} cannot be read: {reason(error)}.")
+
+
+class Split:
+    """Images by index, and their labels. Picklable, for worker processes.
+
+    Args:
+        images: where the images are.
+        labels: one for each of them.
+        channels: 1 for pictures of mode L, 3 for RGB.
+    """
+
+    labels: Indices
+    """(n,), read-only."""
+
+    def __init__(self, images: Images, labels: npt.NDArray[Any], channels: int) -> None:
+        self._images = images
+        self.labels = np.array(labels, dtype=np.int64)
+        self.labels.flags.writeable = False
+        self.channels = channels
+        self._mode = "L" if channels == 1 else "RGB"
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __repr__(self) -> str:
+        return f"Split({len(self)} images, {self._mode})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Split, (self._images, self.labels, self.channels)
+
+    @property
+    def images(self) -> Images:
+        """Where they are, without the labels."""
+        return self._images
+
+    @property
+    def pixels(self) -> Bytes | None:
+        """(n, H, W, C) where the source holds arrays of one size, else None; read-only."""
+        return self._images.pixels
+
+    def picture(self, index: int) -> Image.Image:
+        """Decoded, of mode RGB, or L in a set of one channel; if that fails the error names the image."""
+        return self._images.picture(index, self._mode)
+
+    def name(self, index: int) -> str:
+        """For messages: the path, or the number in its file."""
+        return self._images.name(index)
+
+    def subset(self, indices: Sequence[int] | npt.NDArray[Any]) -> "Split":
+        """The images at the indices (or where a boolean mask is true), in that order."""
+        chosen = np.asarray(indices)
+        chosen = np.flatnonzero(chosen) if chosen.dtype == bool else chosen.astype(np.int64)
+        return Split(self._images.select(chosen), self.labels[chosen], self.channels)
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A set to train on.
+
+    Args:
+        name: the spec as it was given.
+        classes: names, by label.
+        train, test: the images.
+        channels: 1 or 3.
+        size: side in pixels if all images are squares of one known size, else None.
+        photographs: mirroring leaves the class as it is.
+        notes: sentences for a report.
+        is_test_drawn: the seed chose the test images; the set has no test split of its own.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    train: Split
+    test: Split
+    channels: int
+    size: int | None
+    photographs: bool
+    notes: tuple[str, ...] = ()
+    is_test_drawn: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """Images and labels as a source has them, not checked yet."""
+
+    images: Images
+    labels: npt.NDArray[Any]
+
+    def select(self, indices: Indices) -> "Part":
+        return Part(self.images.select(indices), self.labels[indices])
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a source holds; without ``test`` a share of ``train`` is held out.
+
+    ``is_test_drawn``: the source itself has drawn ``test`` by the seed.
+    """
+
+    classes: tuple[str, ...]
+    train: Part
+    test: Part | None
+    photographs: bool = True
+    notes: tuple[str, ...] = ()
+    is_test_drawn: bool = False

@@ -1,4 +1,6 @@
-"""Several runs beside each other on one machine: small models leave a GPU idle.
+"""The end of a sweep: a line for each run, and over the seeds of each recipe the mean and the deviation.
+
+Several runs beside each other on one machine: small models leave a GPU idle.
 
 Each recipe, with each seed, is a process of its own, ``wellposed train RECIPE --out FOLDER``. They share the
 GPU that CUDA shows first; ``CUDA_VISIBLE_DEVICES`` chooses another. What a run prints goes to ``log.txt`` in
@@ -8,6 +10,7 @@ stopped: runs that have finished are not trained again.
 
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,11 +20,114 @@ from typing import Any
 
 from rich.console import Console
 
-from wellposed.train.alone import alone_in
-from wellposed.train.sweep import summary
-from wellposed.train.sweep.children import Child, Signals, nothing_more, train_all
+from wellposed.files import write_cells
+from wellposed.records import short
+from wellposed.text import aligned
+from wellposed.train.durable import alone_in
+from wellposed.train.log import best_accuracy, write_json
+from wellposed.train.reporter import duration, percent, rate
+from wellposed.train.sweep import processes as progress
 from wellposed.train.sweep.plan import Run, plan, write_recipes
-from wellposed.train.sweep.screen import Screen
+from wellposed.train.sweep.processes import Child, Screen, Signals, nothing_more, train_all
+
+_SPEED = ("images_per_second", "seconds")
+COLUMNS = ("run", "recipe", "seed", "state", "accuracy", "best_accuracy", "loss", *_SPEED, "folder")
+GROUP_COLUMNS = ("recipe_accuracy_mean", "recipe_accuracy_std", "recipe_n")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The finished runs of one recipe; ``std`` is the standard deviation of the sample, None for one run."""
+
+    recipe: str
+    n: int
+    mean: float | None
+    std: float | None
+
+
+def rows_of(children: Sequence[Child]) -> list[dict[str, Any]]:
+    """One mapping a run, under the names of :data:`COLUMNS`."""
+    return [_row(child) for child in children]
+
+
+def _row(child: Child) -> dict[str, Any]:
+    result = child.result or {}
+    last = result.get("test") or {}
+    measured = {
+        "accuracy": last.get("accuracy"),
+        "best_accuracy": best_accuracy(result),
+        "loss": last.get("loss"),
+    }
+    finished = child.state == "finished"
+    return {
+        "run": child.run.name,
+        "recipe": child.run.group,
+        "seed": child.run.recipe.seed,
+        "state": child.state,
+        **{name: progress.number(value) if finished else None for name, value in measured.items()},
+        **{name: progress.number(result.get(name)) for name in _SPEED},
+        "folder": str(child.run.folder),
+    }
+
+
+def groups(runs: Sequence[dict[str, Any]]) -> list[Group]:
+    """The recipes in their order, over the runs that finished.
+
+    >>> groups([{"recipe": "a", "accuracy": 0.5}, {"recipe": "a", "accuracy": 0.75},
+    ...         {"recipe": "a", "accuracy": None}])
+    [Group(recipe='a', n=2, mean=0.625, std=0.1767766952966369)]
+    """
+    found = []
+    for recipe in dict.fromkeys(run["recipe"] for run in runs):
+        values = [run["accuracy"] for run in runs if run["recipe"] == recipe and run["accuracy"] is not None]
+        mean = statistics.fmean(values) if values else None
+        found.append(Group(recipe, len(values), mean, statistics.stdev(values) if len(values) > 1 else None))
+    return found
+
+
+def summary_text(runs: Sequence[dict[str, Any]]) -> str:
+    """Both tables; the one over the seeds only where a recipe has several runs."""
+    lines = [("run", "state", "accuracy", "loss", "images/s", "time")]
+    for run in runs:
+        cells = (
+            _told(run["accuracy"], percent),
+            _told(run["loss"], short),
+            _told(run["images_per_second"], rate),
+            _told(run["seconds"], duration),
+        )
+        lines.append((run["run"], run["state"], *cells))
+    tables = [aligned(lines, right=(2, 3, 4, 5))]
+    found = groups(runs)
+    if len(found) < len(runs) and any(group.n for group in found):
+        over_seeds = [("recipe", "accuracy", "n")]
+        over_seeds += [(group.recipe, _mean_and_std(group), str(group.n)) for group in found]
+        tables.append(aligned(over_seeds, right=(1, 2)))
+        tables.append("accuracy: mean ± standard deviation of the sample over n finished runs")
+    return "\n\n".join(tables)
+
+
+def _mean_and_std(group: Group) -> str:
+    if group.mean is None:
+        return "-"
+    return percent(group.mean) + ("" if group.std is None else f" ± {percent(group.std)}")
+
+
+def _told(value: float | None, words: Any) -> str:
+    return "-" if value is None else str(words(value))
+
+
+def write_summary(runs: Sequence[dict[str, Any]], about: dict[str, Any], out: Path) -> None:
+    """Write ``sweep.csv``, one line a run, and ``sweep.json``, with what the sweep was asked."""
+    found = {group.recipe: group for group in groups(runs)}
+    rows_of = [
+        [*(run[name] for name in COLUMNS), group.mean, group.std, group.n]
+        for run in runs
+        for group in (found[run["recipe"]],)
+    ]
+    write_cells(out / "sweep.csv", [[*COLUMNS, *GROUP_COLUMNS], *rows_of])
+    content = {**about, "runs": list(runs), "recipes": [vars(group) for group in found.values()]}
+    write_json(out / "sweep.json", content)
+
 
 __all__ = ["Outcome", "run"]
 
@@ -67,9 +173,9 @@ def run(
     rows: list[dict[str, Any]] = []
 
     def save(children: Sequence[Child]) -> None:
-        rows.extend(summary.rows(children))
+        rows.extend(rows_of(children))
         about = {"jobs": jobs, "seeds": seeds and list(seeds), "changes": dict(changes or {})}
-        summary.save(rows, about, out)
+        write_summary(rows, about, out)
 
     children, exit_code = train_runs(runs, out=out, jobs=jobs, command=command, console=console, at_end=save)
     console.print(_closing(children, rows, out), markup=False, highlight=False, soft_wrap=True)
@@ -158,7 +264,7 @@ def _opening(children: Sequence[Child], jobs: int, out: Path) -> str:
 
 
 def _closing(children: Sequence[Child], rows: list[dict[str, Any]], out: Path) -> str:
-    parts = [*failures(children), summary.text(rows)]
+    parts = [*failures(children), summary_text(rows)]
     if any(child.state in ("waiting", "interrupted") for child in children):
         parts.append("Not all runs have ended; the same command again goes on with them.")
     parts.append(f"written to {out}: sweep.csv, sweep.json")

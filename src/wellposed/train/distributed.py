@@ -1,0 +1,207 @@
+"""Tensors between the processes of a run: whole ones on the first, parts or copies on all.
+
+Without a process group there is one process, the first. The parts are DTensors, as ``fully_shard`` makes
+them; they are taken apart and put together by their public methods, without touching a random generator.
+
+What the processes of a run agree on. With one process each of these is the identity.
+
+Numbers from the device, waited for asleep.
+
+Joining the other processes that a launcher started.
+
+Accelerate does this by itself, except after a restart: ``torchrun`` starts the processes again beside the
+store in which the dead ones left their addresses, and the new ones may try to reach those. Here every attempt
+has its own corner of the store.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import get_int_from_env
+from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor, Replicate
+
+T = TypeVar("T")
+Outline = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
+
+
+def world() -> int:
+    """How many processes the run has."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Which of them this is."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def several() -> bool:
+    return world() > 1
+
+
+def is_first() -> bool:
+    return rank() == 0
+
+
+def outline(tensor: Tensor) -> Outline:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the processes of a model exchange tensors."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        # Parameters that are kept in main memory between the steps are still exchanged on the mesh's device.
+        return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
+    return torch.device("cpu")
+
+
+def whole(tensor: Tensor) -> Tensor | None:
+    """A copy in main memory, on the first process; None on the others. All of them must call it."""
+    value = _joined(tensor) if isinstance(tensor, DTensor) else tensor
+    if not is_first():
+        return None
+    value = value.detach()
+    return value.clone() if value.device.type == "cpu" else value.cpu()
+
+
+def _joined(tensor: DTensor) -> Tensor:
+    kind = tensor.device_mesh.device_type
+    there: DTensor = tensor if tensor.device.type == kind else tensor.to(kind)  # type: ignore[assignment]
+    return there.full_tensor()
+
+
+def from_first(make: Callable[[], T], device: torch.device) -> T:
+    """What the first process makes, on all of them; if it fails there, it fails everywhere."""
+    if not several():
+        return make()
+    box: list[T | Exception | None] = [None]
+    if is_first():
+        try:
+            box[0] = make()
+        except Exception as error:
+            dist.broadcast_object_list([_told(error)], src=0, device=device)
+            raise
+    dist.broadcast_object_list(box, src=0, device=device)
+    (made,) = box
+    if isinstance(made, Exception):
+        raise made
+    return made  # type: ignore[return-value]
+
+
+def _told(error: Exception) -> Exception:
+    """The error in a form that surely gets to the other processes."""
+    kind = type(error) if type(error) in (ValueError, TypeError, KeyError) else RuntimeError
+    return kind(str(error))
+
+
+def send(tensor: Tensor | None, outline: Outline, device: torch.device) -> Tensor:
+    """A tensor of the first process, on all of them. The others give None."""
+    shape, dtype = outline
+    if not several():
+        assert tensor is not None
+        return tensor
+    here = (
+        torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.to(device).contiguous()
+    )
+    if here.numel():
+        # As bytes: not every backend sends every dtype.
+        dist.broadcast(here.reshape(-1).view(torch.uint8), src=0)
+    return here
+
+
+def placed(tensor: Tensor, like: Tensor) -> Tensor:
+    """The values of a whole tensor as another of its shape is: on its device, with its parts and strides."""
+    if isinstance(like, DTensor):
+        return parted(tensor, like)
+    if tensor.stride() == like.stride():
+        return tensor.to(like.device)
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+
+
+def parted(tensor: Tensor, like: DTensor) -> Tensor:
+    """A process's part of a tensor that all have: cut like another one, or not at all if shapes differ."""
+    mesh = like.device_mesh
+    uncut = [Replicate() for _ in range(mesh.ndim)]
+    spread = DTensor.from_local(tensor.to(mesh.device_type), mesh, uncut, run_check=False)
+    part = spread.redistribute(placements=like.placements if tensor.shape == like.shape else uncut)
+    return part.to(like.device)
+
+
+def largest(values: Tensor) -> Tensor:
+    """The elementwise largest over all processes, in place."""
+    if several():
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values
+
+
+def total(values: Tensor) -> Tensor:
+    """The sum over all processes, in place."""
+    if several():
+        dist.all_reduce(values)
+    return values
+
+
+def of_all(sentences: list[str]) -> list[str]:
+    """Those of all processes, each once; all have them in the same order."""
+    if not several():
+        return sentences
+    found: list[Any] = [None] * world()
+    dist.all_gather_object(found, sentences)
+    return list(dict.fromkeys(sentence for part in found for sentence in part))
+
+
+def wait_for_all() -> None:
+    if several():
+        dist.barrier()
+
+
+def read(values: Tensor) -> list[float]:
+    """The values (n,) on the host.
+
+    Plain reading keeps a core busy until the GPU is there. Where many small runs share a machine, others need
+    that core to compile.
+    """
+    if values.is_cuda:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(values.device))
+        event.synchronize()
+    found: list[float] = values.tolist()
+    return found
+
+
+_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""What launchers of MPI set, which Accelerate joins too."""
+
+
+def started_processes() -> int:
+    """How many processes the launcher says that it has started; 1 without a launcher."""
+    return int(get_int_from_env(["WORLD_SIZE", *_MPI], 1))
+
+
+def join_processes(device: str | None) -> None:
+    """Make the process group of a restart; does nothing where there is one, or one process."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if attempt is None or dist.is_initialized() or started_processes() < 2:
+        return
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store, rank, world = next(rendezvous("env://"))
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=PrefixStore(f"attempt-{attempt}", store),
+        rank=rank,
+        world_size=world,
+    )
+
+
+def leave_processes() -> None:
+    """End the process group, if there is one; at the end of a program."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,145 @@
+"""timm's optimizers and schedules for a recipe.
+
+A schedule of eps over training.
+
+>>> round(eps_at(0.5, 1.0, 0.25, "linear"), 3), round(eps_at(0.5, 1.0, 0.25, "cosine"), 3)
+(0.625, 0.573)
+"""
+
+import difflib
+import inspect
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2, get_optimizer_class, list_optimizers
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from wellposed.nn import TokenGraying
+from wellposed.train.distributed import several
+from wellposed.train.recipe import Recipe
+
+SCHEDULES = ("cosine", "tanh", "poly", "step", "multistep")
+POLY_POWER = 0.9
+"""The usual one. timm takes it from ``decay_rate``, whose 0.1 would hold the rate up until the very end."""
+STEP_FACTOR = 0.1
+"""Of the learning rate at each step."""
+
+
+def check_optimizer(recipe: Recipe) -> None:
+    """Raises if timm does not have what the recipe names."""
+    for name, value, known, all_of_them in (
+        ("optimizer", recipe.optimizer, list_optimizers(), "timm.optim.list_optimizers() lists them"),
+        ("schedule", recipe.schedule, SCHEDULES, f"they are {', '.join(SCHEDULES)}"),
+    ):
+        if value not in known:
+            close = difflib.get_close_matches(value, list(known), n=1, cutoff=0.4)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise ValueError(f"{name} must be one of timm's ({all_of_them}), got {value!r}{hint}")
+    if recipe.layer_decay is not None and recipe.task != "classify":
+        raise ValueError(
+            f"layer_decay is for fine-tuning a classifier, got task={recipe.task}; leave it out."
+        )
+
+
+def make_optimizer(module: nn.Module, recipe: Recipe) -> Optimizer:
+    """For the parameters that require gradients; no weight decay for biases and norms."""
+    sharded = several() and recipe.parallel == "fsdp2"
+    kind: Any = get_optimizer_class(recipe.optimizer, bind_defaults=False)
+    is_fused = "fused" in inspect.signature(kind).parameters and not sharded
+    optimizer: Optimizer = create_optimizer_v2(
+        module,
+        opt=recipe.optimizer,
+        lr=recipe.lr,
+        weight_decay=recipe.weight_decay,
+        layer_decay=recipe.layer_decay,
+        **({"fused": True} if is_fused else {}),
+    )
+    return optimizer
+
+
+def make_schedule(optimizer: Optimizer, recipe: Recipe, updates_per_epoch: int) -> Scheduler:
+    """``schedule.step_update(update)`` sets the learning rate of an update, whatever was set before."""
+    assert recipe.lr is not None
+    schedule, _ = create_scheduler_v2(
+        optimizer,
+        sched=recipe.schedule,
+        num_epochs=recipe.epochs,
+        decay_epochs=max(recipe.epochs // 3, 1),
+        # Timm multiplies them with the updates of an epoch.
+        decay_milestones=[recipe.epochs / 2, recipe.epochs * 3 / 4],  # type: ignore[list-item]
+        decay_rate=POLY_POWER if recipe.schedule == "poly" else STEP_FACTOR,
+        min_lr=recipe.min_lr,
+        warmup_lr=recipe.lr / 1000,
+        warmup_epochs=recipe.warmup_epochs or 0,
+        warmup_prefix=False,
+        step_on_epochs=False,
+        updates_per_epoch=updates_per_epoch,
+    )
+    if recipe.schedule in ("step", "multistep"):
+        _keep_above(schedule, min(recipe.min_lr, recipe.lr))
+    return schedule
+
+
+def _keep_above(schedule: Any, least: float) -> None:
+    """Timm's steps know no lowest rate; the warm-up starts below it in all schedules."""
+    rates = schedule._get_lr
+
+    def kept(update: int) -> list[float]:
+        values: list[float] = rates(update)
+        return values if update < schedule.warmup_t else [max(value, least) for value in values]
+
+    schedule._get_lr = kept
+
+
+def gradient_norm(parameters: list[nn.Parameter], limit: float | None) -> Tensor:
+    """The norm of all gradients together; they are scaled down to ``limit`` if it is more."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if limit is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return norm
+
+
+def eps_at(start: float, end: float, done: float, schedule: str) -> float:
+    """The power when the share ``done`` of training is over."""
+    share = done if schedule == "linear" else (1 - math.cos(math.pi * done)) / 2
+    return start + (end - start) * share
+
+
+class EpsSchedule:
+    """Sets the power of every graying of some models; does nothing if the recipe has no ``eps_end``.
+
+    The power becomes a tensor that is written to, so that a compiled model is not compiled again.
+
+    Args:
+        models: on their device.
+        recipe: resolved.
+        updates: of the whole run.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], recipe: Recipe, updates: int) -> None:
+        self.recipe, self.updates = recipe, updates
+        self.powers: list[Tensor] = []
+        if recipe.eps_end is None or recipe.eps is None:
+            return
+        for model in models:
+            device = next(parameter.device for parameter in model.parameters())
+            for graying in model.modules():
+                if isinstance(graying, TokenGraying):
+                    graying.eps = torch.tensor(recipe.eps, dtype=torch.float64, device=device)
+                    self.powers.append(graying.eps)
+
+    def set(self, update: int) -> None:
+        """Set the power of an update."""
+        recipe = self.recipe
+        if recipe.eps_end is None or recipe.eps is None:
+            return
+        done = update / max(self.updates - 1, 1)
+        eps = eps_at(recipe.eps, recipe.eps_end, done, recipe.eps_schedule)
+        for power in self.powers:
+            power.fill_(eps)

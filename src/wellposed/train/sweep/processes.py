@@ -1,0 +1,390 @@
+"""How far a run is, from the lines that its ``run.jsonl`` gets.
+
+Runs as child processes: so many beside each other, told to save and end when the sweep is told to.
+
+What people see while a sweep goes on: a table in a terminal, a line for each change in a log file.
+"""
+
+import math
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from wellposed.files import parse_json, read_bytes
+from wellposed.train.reporter import duration, percent, rate
+from wellposed.train.sweep.plan import LOG, Run, work, write_recipes
+from wellposed.train.sweep.priority import with_priority
+
+
+class Progress:
+    """The newest numbers of a run; :meth:`refresh` reads what was added since the last time.
+
+    Attributes:
+        update: updates done.
+        updates: updates in all, None until the run has said it.
+        accuracy: of the last test.
+        rate: images a second.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._position, self._rest = file, 0, b""
+        self.update: int | None = None
+        self.updates: int | None = None
+        self.accuracy: float | None = None
+        self.rate: float | None = None
+
+    def refresh(self) -> None:
+        """Read the new lines. One that is not whole yet waits for its end, one that is torn is left out."""
+        try:
+            with self._file.open("rb") as file:
+                file.seek(self._position)
+                added = file.read()
+        except OSError:
+            # Not there yet, or not to be had just now: the next time will tell.
+            return
+        self._position += len(added)
+        *lines, self._rest = (self._rest + added).split(b"\n")
+        for line in lines:
+            self._take(_values(line))
+
+    def seconds_left(self, batch_size: int) -> float | None:
+        """At the present rate."""
+        if self.update is None or self.updates is None or not self.rate:
+            return None
+        return max(self.updates - self.update, 0) * batch_size / self.rate
+
+    def _take(self, values: dict[str, Any]) -> None:
+        event, update = values.get("event"), number(values.get("update"))
+        if update is not None:
+            self.update = int(update)
+        updates = number(values.get("updates"))
+        if updates is not None:
+            self.updates = int(updates)
+        if event == "train":
+            self.rate = number(values.get("images_per_second")) or self.rate
+        elif event == "test":
+            self.accuracy = number(values.get("accuracy"))
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """What the run's ``result.json`` says; empty if there is none that can be read."""
+    try:
+        return _values(read_bytes(folder / "result.json"))
+    except OSError:
+        return {}
+
+
+def is_finished(result: Mapping[str, Any]) -> bool:
+    """Whether a ``result.json`` is that of a run that came to its end."""
+    return bool(result.get("status", "finished" if result.get("finished") else "") == "finished")
+
+
+def _values(text: bytes) -> dict[str, Any]:
+    try:
+        values = parse_json(text)
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def number(value: Any) -> float | None:
+    """The value if it is a finite number, else None."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
+
+
+State = Literal["waiting", "running", "finished", "interrupted", "nonfinite", "failed"]
+POLL_SECONDS = 0.1
+NONFINITE, TERMINATED = 3, 128 + signal.SIGTERM
+"""Exit codes of ``wellposed train``."""
+
+
+@dataclass
+class Child:
+    """A run with its process, if it has one.
+
+    Attributes:
+        reason: why it failed.
+        result: what its ``result.json`` says.
+        started: when, on ``time.monotonic``.
+    """
+
+    run: Run
+    progress: Progress
+    state: State = "waiting"
+    reason: str = ""
+    result: dict[str, Any] | None = None
+    started: float = 0.0
+    told_to_stop: bool = False
+    process: "subprocess.Popen[bytes] | None" = None
+
+    @classmethod
+    def of(cls, run: Run) -> "Child":
+        """A child that waits, or that a sweep before has finished."""
+        child = cls(run, Progress(run.folder / "run.jsonl"))
+        result = read_result(run.folder)
+        if is_finished(result):
+            child.state, child.result = "finished", result
+            child.progress.refresh()
+        return child
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], inherited: Sequence[int]) -> None:
+        """Start the process; if that cannot be, the run has failed and the others go on."""
+        try:
+            self.run.folder.mkdir(parents=True, exist_ok=True)
+            with (self.run.folder / LOG).open("ab") as log:
+                self.process = subprocess.Popen(
+                    [*command, str(self.run.recipe_file), "--out", str(self.run.folder)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    pass_fds=tuple(inherited),
+                    # A terminal sends Ctrl-C to all of its processes; the sweep alone passes it on, once.
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self.state, self.reason = "failed", f"could not be started: {error}"
+        else:
+            self.state, self.started = "running", time.monotonic()
+
+    def poll(self) -> None:
+        """Look how it is, and set the state if it has ended."""
+        assert self.process is not None
+        code = self.process.poll()
+        self.progress.refresh()
+        if code is None:
+            return
+        self.result = read_result(self.run.folder)
+        if code == 0 and is_finished(self.result):
+            self.state = "finished"
+        elif self.told_to_stop or code in (TERMINATED, -signal.SIGTERM):
+            self.state = "interrupted"
+        elif code == NONFINITE:
+            self.state, self.reason = "nonfinite", "a loss or gradient was not finite"
+        else:
+            self.state, self.reason = "failed", _reason(code)
+
+    def stop(self) -> None:
+        """Tell it to save and end."""
+        if self.process is not None and not self.told_to_stop:
+            self.told_to_stop = True
+            self.process.terminate()
+
+    def last_lines(self, count: int) -> list[str]:
+        """Of its log."""
+        if not (self.run.folder / LOG).is_file():
+            return []
+        with (self.run.folder / LOG).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 200 * count))
+            return log.read().decode(errors="replace").splitlines()[-count:]
+
+
+def _reason(code: int) -> str:
+    if code == 0:
+        return "it ended without a result.json"
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+class Signals:
+    """SIGINT, SIGTERM and SIGHUP ask the sweep to stop; asked again, it kills.
+
+    Attributes:
+        received: the first of them, None until it comes.
+        again: whether there was a second.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.again = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before = signal.getsignal(number)
+            # Under nohup, SIGHUP is ignored and stays so.
+            if before is not signal.SIG_IGN:
+                self._before[number] = before
+                signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.again = self.received is not None
+        self.received = self.received or number
+
+
+def nothing_more(run: Run) -> Sequence[Run]:
+    """No run waits for this one."""
+    return ()
+
+
+def train_all(
+    children: list[Child],
+    *,
+    jobs: int,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    inherited: Sequence[int],
+    signals: Signals,
+    show: Callable[[], None],
+    ended: Callable[[Run], Sequence[Run]] = nothing_more,
+) -> None:
+    """Run all that wait, at most ``jobs`` at a time, until they have ended or a signal says to stop.
+
+    ``ended`` is called with each run that has ended and tells the runs that had waited for it; they are
+    added to ``children``.
+    """
+    waiting: list[Child] = []
+
+    def add(more: Sequence[Child]) -> None:
+        """Put them into the queue; those that had finished before may let others in."""
+        waiting.extend(child for child in more if child.state == "waiting")
+        waiting.sort(key=_turn)
+        for child in more:
+            if child.state == "finished":
+                go_on(child)
+
+    def go_on(child: Child) -> None:
+        followers = ended(child.run)
+        write_recipes(followers)
+        more = [Child.of(run) for run in followers]
+        children.extend(more)
+        add(more)
+
+    add(list(children))
+    running: list[Child] = []
+    try:
+        while running or (waiting and signals.received is None):
+            while waiting and len(running) < jobs and signals.received is None:
+                child = waiting.pop(0)
+                works = [work(each.run.recipe) for each in children]
+                own = with_priority(environment, work(child.run.recipe), works)
+                child.start(command, own, inherited)
+                if child.state == "running":
+                    running.append(child)
+                else:
+                    go_on(child)
+            for child in running:
+                if signals.received is not None:
+                    child.stop()
+                if signals.again and child.process is not None:
+                    child.process.kill()
+                child.poll()
+                if child.state not in ("running", "interrupted"):
+                    go_on(child)
+            running = [child for child in running if child.state == "running"]
+            show()
+            if running:
+                time.sleep(POLL_SECONDS)
+    finally:
+        # Only after an error of the sweep itself are there any left.
+        for child in running:
+            child.stop()
+        for child in running:
+            if child.process is not None:
+                child.process.wait()
+
+
+def _turn(child: Child) -> tuple[float, int]:
+    """The longest come first: a long one that starts last would leave the GPU nearly idle at the end.
+
+    Of equals the first seed does: the programs that it compiles are there for the others.
+    """
+    return -work(child.run.recipe), child.run.recipe.seed
+
+
+REFRESH_SECONDS = 0.5
+_STYLES = {
+    "running": "cyan",
+    "finished": "green",
+    "interrupted": "yellow",
+    "nonfinite": "red",
+    "failed": "red",
+}
+_RIGHT = ("update", "accuracy", "images/s", "time left")
+
+
+class Screen:
+    """Shows the runs whenever :meth:`show` is called, also those that were added meanwhile.
+
+    The table not more often than the eye needs.
+    """
+
+    def __init__(self, console: Console, children: Sequence[Child]) -> None:
+        self._console, self._children = console, children
+        self._live = (
+            Live(console=console, auto_refresh=False, transient=True) if console.is_interactive else None
+        )
+        self._drawn = 0.0
+        self._told = {child.run.name: child.state for child in children}
+
+    def __enter__(self) -> "Screen":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self) -> None:
+        if self._live is None:
+            self._tell_changes()
+        elif time.monotonic() - self._drawn >= REFRESH_SECONDS:
+            self._live.update(as_table(self._children, rows=self._console.height - 6), refresh=True)
+            self._drawn = time.monotonic()
+
+    def _tell_changes(self) -> None:
+        for child in self._children:
+            # Runs that waited for others are new here.
+            if child.state != self._told.get(child.run.name, "waiting"):
+                self._told[child.run.name] = child.state
+                parts = [f"{child.run.title}: {child.state}", *([child.reason] if child.reason else [])]
+                if child.progress.accuracy is not None:
+                    parts.append(f"accuracy {percent(child.progress.accuracy)}")
+                self._console.print(", ".join(parts), markup=False, highlight=False, soft_wrap=True)
+
+
+def as_table(children: Sequence[Child], rows: int) -> Table:
+    """One line a run; where they do not fit, those that run or went wrong."""
+    counts = Counter(child.state for child in children)
+    table = Table(caption=", ".join(f"{count} {state}" for state, count in counts.items()))
+    for title in ("run", "state", *_RIGHT):
+        table.add_column(title, justify="right" if title in _RIGHT else "left", no_wrap=True)
+    if len(children) > rows:
+        children = [child for child in children if child.state not in ("waiting", "finished")][: max(rows, 1)]
+    for child in children:
+        table.add_row(Text(child.run.title), Text(child.state, _STYLES.get(child.state, "")), *_cells(child))
+    return table
+
+
+def _cells(child: Child) -> tuple[str, str, str, str]:
+    progress = child.progress
+    done = "" if progress.update is None else f"{progress.update:,}"
+    if done and progress.updates is not None:
+        done = f"{done}/{progress.updates:,}"
+    left = progress.seconds_left(child.run.recipe.batch_size) if child.state == "running" else None
+    return (
+        done,
+        "" if progress.accuracy is None else percent(progress.accuracy),
+        "" if progress.rate is None else rate(progress.rate),
+        "" if left is None else duration(left),
+    )
