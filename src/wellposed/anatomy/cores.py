@@ -19,6 +19,9 @@ from wellposed.anatomy.flow import PRODUCTS, VIEWS
 from wellposed.anatomy.masks import FUSED, MULTI_HEAD
 from wellposed.linalg.precision import full_float32, without_autocast
 
+HIDDEN = 1e4
+"""What masks put on logits is below minus this, in half precision too; nothing else is."""
+
 _LARGEST = 2**24  # probabilities that are looked at; of larger attentions some rows
 
 
@@ -56,6 +59,11 @@ def at_least_float32(x: Any) -> Any:
     return x.float() if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def _only_hidden(mask: Tensor | None) -> Tensor | None:
+    """A mask without what it adds to the logits of keys that it does not hide."""
+    return mask > -HIDDEN if mask is not None and mask.is_floating_point() else mask
+
+
 def _floating(mask: Tensor | None) -> Tensor | None:
     return mask if mask is not None and mask.is_floating_point() else None
 
@@ -76,11 +84,13 @@ class Core:
 
     Args:
         p: its probabilities (..., N, M), of some rows where there are very many.
+        sees: which of these no mask hides, in the same shape.
         before: how many calls had ended before queries and keys met.
         within: the modules at work.
     """
 
     p: Tensor
+    sees: Tensor  # which keys a row may see
     before: int
     within: tuple[int, ...]
     query: Tensor | None = None
@@ -176,14 +186,15 @@ class _Watch(TorchFunctionMode):
     def _see_packed(self, args: Any, kwargs: Any) -> None:
         call = MULTI_HEAD.bind(*args, **kwargs).arguments
         shape = call["query"].shape[1], call["num_heads"], call["query"].shape[0], call["key"].shape[0]
-        core = Core(torch.empty(shape, device="meta"), len(self.seen.finished), tuple(self._stack))
+        nothing = torch.empty(shape, device="meta")
+        core = Core(nothing, nothing, len(self.seen.finished), tuple(self._stack))
         core.is_packed, core.bias = True, _floating(call.get("attn_mask"))
         self.seen.cores.append(core)
 
     def _see_fused(self, args: Any, kwargs: Any) -> None:
         call = FUSED.bind(*args, **kwargs).arguments
         query, key, mask = call["query"], call["key"], call.get("attn_mask")
-        causal = bool(call.get("is_causal"))
+        causal, gqa = bool(call.get("is_causal")), bool(call.get("enable_gqa"))
         step = max(1, math.ceil(math.prod(query.shape[:-1]) * key.shape[-2] / _LARGEST))
         with torch.no_grad():
             if step > 1 and causal:
@@ -191,10 +202,10 @@ class _Watch(TorchFunctionMode):
                 mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril().to(query.device)
             rows = slice(None, None, step)
             few = mask[..., rows, :] if mask is not None and mask.shape[-2] > 1 else mask
-            p = attention_probabilities(
-                query[..., rows, :], key, few, causal, call.get("scale"), bool(call.get("enable_gqa"))
-            )
-        core = Core(p, len(self.seen.finished), tuple(self._stack), query, key, call["value"])
+            p = attention_probabilities(query[..., rows, :], key, few, causal, call.get("scale"), gqa)
+            zeros = torch.zeros_like(query[..., rows, :])  # whose weights are zero for hidden keys alone
+            sees = attention_probabilities(zeros, torch.zeros_like(key), _only_hidden(few), causal, None, gqa)
+        core = Core(p, sees > 0, len(self.seen.finished), tuple(self._stack), query, key, call["value"])
         core.bias = _floating(mask)
         self.seen.cores.append(core)
 
@@ -203,7 +214,7 @@ class _Watch(TorchFunctionMode):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if not isinstance(logits, Tensor) or logits.ndim < 3 or dim not in (-1, logits.ndim - 1):
             return
-        core = Core(out.detach(), self._met, tuple(self._stack), logits=logits)
+        core = Core(out.detach(), logits.detach() > -HIDDEN, self._met, tuple(self._stack), logits=logits)
         self.open_cores.append(core)
         self._of_weights[id(out)] = core
         self._kept.append(out)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from wellposed.anatomy.adapters import inner, is_adapted
 from wellposed.anatomy.flow import Flow, Kind, Residual
 from wellposed.anatomy.marked import unmarked_class
 from wellposed.anatomy.rows import (
@@ -651,7 +652,10 @@ class _Taps:
 
     def _middle(self, last: Op, residual: Residual) -> Tap | str:
         call = last.call
-        if call is None or not isinstance(getattr(call.module, "weight", None), nn.Parameter):
+        while call is not None and call.parent is not None and _is_of_adapter(call):
+            call = call.parent
+        weight = None if call is None else getattr(inner(call.module), "weight", None)
+        if call is None or not isinstance(weight, nn.Parameter):
             return "its last product with weights is no module of its own"
         if not self._is_whole(call.arguments[0][1], residual):
             return _NOT_WHOLE
@@ -698,6 +702,12 @@ class _Taps:
         layout = self._layout_of(call.arguments[0][1] if side == "before" else call.results[0])
         make = before if side == "before" else after
         return make(path, layout=None if layout == self.layout else layout)
+
+
+def _is_of_adapter(call: Call) -> bool:
+    """Whether a module runs inside a layer that peft has adapted."""
+    parent = call.parent
+    return parent is not None and any(is_adapted(one.module) for one in (parent, parent.parent) if one)
 
 
 _NOT_WHOLE = "its FFN sees parts of the image, and no module there sees all tokens"

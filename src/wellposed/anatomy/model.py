@@ -3,13 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from wellposed.anatomy.adapters import inner
 from wellposed.anatomy.example import LIBRARIES, given_example, made_examples
 from wellposed.anatomy.find import IN_PIECES, refused_row
 from wellposed.anatomy.proof import (
@@ -82,7 +83,8 @@ class Embedding:
         """The convolution that reads the patches and its name, or why there is none."""
         if self.row.patch_convolution is None:
             return self.row.no_pixels
-        convolution = self.module.get_submodule(self.row.patch_convolution)
+        found = self.module.get_submodule(self.row.patch_convolution)
+        convolution = inner(found)
         if not isinstance(convolution, nn.Conv2d):
             return f"it embeds patches with a {type(convolution).__name__}, not a convolution"
         is_patchwise = (
@@ -95,7 +97,7 @@ class Embedding:
                 f"its patch convolution overlaps (kernel {convolution.kernel_size}, "
                 f"stride {convolution.stride}), there is no pixel-patch matrix"
             )
-        return join_names(self.name, self.row.patch_convolution), convolution
+        return join_names(self.name, self.row.patch_convolution), cast(nn.Conv2d, found)
 
 
 def blocks(model: nn.Module, example: Any = None) -> list[Block]:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from wellposed.anatomy.cores import Core, Finished, Seen, watching_cores
+from wellposed.anatomy.cores import HIDDEN, Core, Finished, Seen, watching_cores
 from wellposed.anatomy.example import LIBRARIES, Example, eagerly, given_example, made_examples, preserved
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.proof import as_built, block_signature, own_class, proofs
-from wellposed.anatomy.reach import HIDDEN, INSTEAD, TALKING, UNSEEN, HeadChannels, Heads, Reach
+from wellposed.anatomy.reach import INSTEAD, TALKING, UNSEEN, HeadChannels, Heads, Reach
 from wellposed.interrupts import let_through
 
 BIASED = (
@@ -348,7 +348,7 @@ def _is_uniform(twin: _Twin, plain: Seen, number: int, one: Finished, heads: Hea
 
 
 def _is_as_claimed(before: Core, after: Core, heads: Heads, head: int) -> bool:
-    sees = before.p > 0
+    sees = before.sees
     share = sees / sees.sum(-1, keepdim=True).clamp(min=1)
     expected = before.p.detach().clone()
     indices = heads.indices[head]

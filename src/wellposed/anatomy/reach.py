@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wellposed.anatomy.cores import Core
+from wellposed.anatomy.cores import HIDDEN, Core
 
 INSTEAD = 'broadcast_context(model, "attention.end") mixes in the mean of all tokens instead'
 TALKING = f"its heads are mixed before the softmax, so that none has logits of its own; {INSTEAD}"
@@ -20,9 +20,6 @@ UNSEEN = (
     "its query is made by a call that no module sees, and whether a relative position bias is on the logits "
     f"cannot be tried; {INSTEAD}"
 )
-HIDDEN = 1e30
-"""What masks put on logits is below minus this."""
-
 _MOST = 1024  # heads and windows that are told apart
 
 

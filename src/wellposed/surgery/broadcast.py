@@ -4,6 +4,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from wellposed.anatomy.adapters import inner
 from wellposed.anatomy.model import Block, BlockSelection, Place, refuse_wrapped
 from wellposed.nn import ContextBroadcast
 from wellposed.nn.broadcast import Init
@@ -79,7 +80,7 @@ def _operation(block: Block, where: BroadcastWhere, scaled: bool, init: Init) ->
         return ContextBroadcast()
     last_linear = block.place("mlp.middle")
     assert isinstance(last_linear, Place)
-    owner = last_linear.owner
+    owner = inner(last_linear.owner)
     width = getattr(owner, "in_features" if where == "mlp.middle" else "out_features", None)
     weight = getattr(owner, "weight", None)
     if not isinstance(width, int) or not isinstance(weight, Tensor):

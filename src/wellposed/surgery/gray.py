@@ -1,10 +1,11 @@
 """Token Graying of a model's input tokens, in place."""
 
 import warnings
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from torch import nn
 
+from wellposed.anatomy.adapters import inner
 from wellposed.anatomy.model import Block, BlockSelection, Place, embeddings, refuse_wrapped
 from wellposed.errors import NoMeaningError
 from wellposed.linalg import Precision
@@ -96,7 +97,7 @@ def gray_tokens(
     else:
         insertions = []
         for name, convolution in _patch_convolutions(model, example):
-            height, width = convolution.kernel_size
+            height, width = cast(nn.Conv2d, inner(convolution)).kernel_size
             pixels = PixelGraying((height, width), eps, method, **settings)
             place = Place(name, convolution, "before", "NCHW")
             insertions.append((place, Inserted(pixels, KIND, where, layout=None)))

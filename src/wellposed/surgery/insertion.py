@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from wellposed.anatomy.adapters import inner, original
 from wellposed.anatomy.layout import from_tokens, to_tokens
 from wellposed.anatomy.marked import mark, unmark
 from wellposed.anatomy.model import Place
@@ -18,6 +19,7 @@ from wellposed.anatomy.packed_query import close_packed_query, open_packed_query
 from wellposed.anatomy.rows import Layout
 from wellposed.nn import ContextBroadcast
 from wellposed.surgery.record import Setting
+from wellposed.surgery.wrappers import follow_wrappers
 
 _COMPILED = (
     "graying in compiled or exported code got padding, and how many tokens are left is not known there; give "
@@ -45,7 +47,11 @@ class Inserted(nn.Module):
     @property
     def settings(self) -> Mapping[str, Setting]:
         """The arguments of the edit, beside its place."""
-        return cast(Mapping[str, Setting], self.op.settings)
+        return cast(Mapping[str, Setting], original(self.op).settings)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        follow_wrappers(_is_edited, _hook, _unhook)
 
     def forward(self, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -67,7 +73,7 @@ def apply_unpadded(op: nn.Module, tokens: Tensor, padding: Tensor) -> Tensor:
             f"expected {tuple(padding.shape)} tokens as the mask has, got {tuple(tokens.shape[:-1])}: which "
             "of them are padding cannot be told."
         )
-    if isinstance(op, ContextBroadcast):
+    if isinstance(original(op), ContextBroadcast):
         out: Tensor = op(tokens, padding)
         return out
     if torch.compiler.is_compiling():
@@ -93,7 +99,7 @@ def refuse_if(condition: Tensor | bool, message: str) -> None:
 
 def run_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook: the first argument goes through the inserted operation."""
-    inserted = cast(Inserted, module.inserted_before)
+    inserted = cast(Inserted, inner(module).inserted_before)
     if args:
         return (inserted(args[0]), *args[1:]), kwargs
     name, value = next(iter(kwargs.items()))
@@ -102,36 +108,55 @@ def run_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def run_after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Forward hook: the output goes through the inserted operation."""
-    return cast(Inserted, module.inserted_after)(output)
+    return cast(Inserted, inner(module).inserted_after)(output)
 
 
 def inserted_at(place: Place) -> Inserted | None:
     """What was inserted at a place, if anything."""
-    found = getattr(place.owner, _CHILD[place.side], None)
+    found = inner(place.owner)._modules.get(_CHILD[place.side])
+    found = None if found is None else original(found)
     return found if isinstance(found, Inserted) else None
 
 
 def insert(place: Place, inserted: Inserted) -> None:
-    mark(place.owner)
-    place.owner.add_module(_CHILD[place.side], inserted.train(place.owner.training))
-    if place.side == "before":
-        place.owner.register_forward_pre_hook(run_before, with_kwargs=True)
-    elif place.side == "query":
-        open_packed_query(place.owner)
+    owner = inner(place.owner)
+    mark(owner)
+    owner.add_module(_CHILD[place.side], inserted.train(owner.training))
+    if place.side == "query":
+        open_packed_query(owner)
     else:
-        place.owner.register_forward_hook(run_after)
+        _unhook(place.owner)
+        _hook(place.owner)
+    follow_wrappers(_is_edited, _hook, _unhook)
+
+
+def _is_edited(module: nn.Module) -> bool:
+    return any(_CHILD[side] in module._modules for side in ("before", "after"))
+
+
+def _hook(module: nn.Module) -> None:
+    """Run the operations of a module, or of the one that it wraps, before and after it."""
+    if "inserted_before" in inner(module)._modules:
+        module.register_forward_pre_hook(run_before, with_kwargs=True)
+    if "inserted_after" in inner(module)._modules:
+        module.register_forward_hook(run_after)
+
+
+def _unhook(module: nn.Module) -> None:
+    # By the function: a handle would not survive a copy of the model.
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is run_before]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key in [key for key, hook in module._forward_hooks.items() if hook is run_after]:
+        del module._forward_hooks[key]
 
 
 def take_out(owner: nn.Module) -> None:
-    """Remove whatever was inserted at a module."""
+    """Remove whatever was inserted at a module, and its hooks there or on what wraps it."""
     close_packed_query(owner)
     for child in _CHILD.values():
-        if isinstance(getattr(owner, child, None), Inserted):
+        found = owner._modules.get(child)
+        if found is not None and isinstance(original(found), Inserted):
             delattr(owner, child)
             unmark(owner)
-    # By the function: a handle would not survive a copy of the model.
-    for key in [key for key, hook in owner._forward_pre_hooks.items() if hook is run_before]:
-        del owner._forward_pre_hooks[key]
-        owner._forward_pre_hooks_with_kwargs.pop(key, None)
-    for key in [key for key, hook in owner._forward_hooks.items() if hook is run_after]:
-        del owner._forward_hooks[key]
+    _unhook(owner)

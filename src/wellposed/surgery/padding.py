@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from wellposed.anatomy.adapters import original
 from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.masks import MaskReader, mask_reader
 from wellposed.anatomy.model import Block
@@ -47,7 +48,7 @@ def tell_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     padding = masks.padding(args, kwargs, texts, tokens)
     future = masks.is_causal(args, kwargs, tokens)
     for inserted in _operations(module):
-        if isinstance(inserted.op, ContextBroadcast):
+        if isinstance(original(inserted.op), ContextBroadcast):
             refuse_if(future, _FUTURE)
         inserted.padding = padding
 

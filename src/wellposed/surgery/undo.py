@@ -5,12 +5,14 @@ Nothing is kept beside the model: a copy, a pickle or a model on another device 
 
 from torch import nn
 
+from wellposed.anatomy.adapters import original
 from wellposed.anatomy.model import blocks, join_names, refuse_wrapped
 from wellposed.anatomy.seam import close_seam, joins
 from wellposed.errors import UnknownModelError
 from wellposed.surgery.insertion import Inserted, take_out
 from wellposed.surgery.padding import forget_padding
 from wellposed.surgery.record import Edit, Edits
+from wellposed.surgery.wrappers import place_of
 
 
 def edits(model: nn.Module) -> Edits:
@@ -37,9 +39,8 @@ def edits(model: nn.Module) -> Edits:
                 place = join_names(name, f"join_{join.name}")
                 settings = {"allow_drop_path": join.allow_drop_path}
                 found.append(Edit("remove_skips", join.role, block_of(name), place, settings=settings))
-        if isinstance(module, Inserted):
-            owner = name.rpartition(".")[0]
-            block, detail = block_of(owner), str(module.op)
+        if isinstance(module, Inserted) and (owner := place_of(name)) is not None:
+            block, detail = block_of(owner), str(original(module.op))
             found.append(Edit(module.kind, module.where, block, owner, detail, module.settings))
     return Edits(found)
 
