@@ -1,7 +1,8 @@
 """Plain text: tables, and block indices as people write them."""
 
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
@@ -18,6 +19,22 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
         "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def closest(name: object, known: Iterable[object], cutoff: float = 0.5) -> str | None:
+    """The known name that is most like another, if one is."""
+    found = difflib.get_close_matches(str(name), list(map(str, known)), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def nearest(name: object, known: Iterable[object], cutoff: float = 0.5) -> str:
+    """The end of an error message about a name that is not known.
+
+    >>> nearest("epoch", ["epochs", "lr"]), nearest("x", ["epochs", "lr"])
+    ("; did you mean 'epochs'?", '.')
+    """
+    close = closest(name, known, cutoff)
+    return f"; did you mean {close!r}?" if close else "."
 
 
 MOST_INDICES = 100_000

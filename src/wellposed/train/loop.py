@@ -268,7 +268,7 @@ class Loop:
         self.updates = recipe.epochs * train.updates_per_epoch
         self.ema = None if recipe.ema is None else ModelEmaV3(task.module, decay=recipe.ema, use_warmup=True)
         averaged = [] if self.ema is None else [self.ema.module]
-        self.eps = EpsSchedule([task.module, *averaged], recipe, self.updates)
+        self.eps = EpsSchedule([task.module, *averaged], self.updates)
         waits = self.device.type == "cpu" or not takes_flag(self.optimizer) or self.ema is not None
         goes_on = recipe.on_nonfinite == "skip"
         self.guard = Guard(task.module, self.optimizer, self.device, goes_on=goes_on, on_host=waits)
