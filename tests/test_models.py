@@ -487,6 +487,7 @@ def test_a_folder_of_timm(timm_folder, monkeypatch):
     assert model.pretrained_cfg["mean"] == [0.1, 0.2, 0.3]
     assert not {"file", "url", "state_dict"} & {key for key, value in model.pretrained_cfg.items() if value}
     assert build(f"local-dir:{folder}", num_classes=3).head.out_features == 3
+    assert not same(build(f"local-dir:{folder}", pretrained=False), source)
     assert not Path("it-ran").exists()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_args": {"pretrained_cfg": "x"}}))

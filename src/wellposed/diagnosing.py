@@ -74,7 +74,7 @@ def named_model(
     if images is not None and (pretrained or not images.exists()):
         source_of(images)  # that there are none is found before anything is downloaded
     try:
-        model = build(name, weights=weights, pretrained=pretrained, seed=seed, **options)
+        model = build(name, weights=weights, pretrained=pretrained or None, seed=seed, **options)
     except ValueError as error:
         if is_known:
             raise

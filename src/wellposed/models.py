@@ -46,7 +46,12 @@ _LOADED = (".pth", ".pt", ".tar", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".
 
 
 def build(
-    name: str, *, weights: str | Path | None = None, pretrained: bool = False, seed: int = 0, **options: Any
+    name: str,
+    *,
+    weights: str | Path | None = None,
+    pretrained: bool | None = None,
+    seed: int = 0,
+    **options: Any,
 ) -> nn.Module:
     """A model in evaluation mode.
 
@@ -54,7 +59,8 @@ def build(
         name: of timm, ``hf-hub:NAME`` or ``local-dir:FOLDER`` as timm has them, ``hf:NAME_OR_FOLDER`` of
             transformers, or ``tv:NAME``.
         weights: a .safetensors, .pth, .pt, .bin or .ckpt file, see :func:`load_weights`.
-        pretrained: the library's own weights. A folder that holds weights loads them anyway.
+        pretrained: the library's own weights, or those of the folder. None is the weights of a folder that
+            holds some, and random ones elsewhere.
         seed: of random weights. The state of the global generators stays as it is.
         options: for the library: ``num_classes``, ``img_size``, ...; for transformers, of its configuration.
     """
@@ -64,7 +70,7 @@ def build(
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must be at least 0 and below 2**63, got {seed}.")
     prefix, colon, rest = name.partition(":")
-    if prefix == "hf" and weights is None:
+    if prefix == "hf" and weights is None and pretrained is not False:
         weights = _pickled_in(Path(rest).expanduser())
     builders: dict[str, _Builder] = {
         "hf": _build_transformers,
@@ -80,7 +86,8 @@ def build(
     builder, own_name = (builders[prefix], rest) if colon else (_build_timm, name)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
-        model, described = builder(own_name, pretrained, weights is not None, options)
+        is_fresh = weights is not None or pretrained is False
+        model, described = builder(own_name, bool(pretrained), is_fresh, options)
     say_weights(model, described or f"random weights (seed {seed})")
     if not described:
         _random.add(model)
@@ -204,7 +211,8 @@ def _renamed(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 _Builder = Callable[[str, bool, bool, dict[str, Any]], tuple[nn.Module, str]]
-"""(name, pretrained, whether a file of weights comes later, options) -> (model, its weights in words).
+"""(name, pretrained, whether no weights are wanted or a file comes later, options) -> (model, its weights in
+words).
 
 No words stand for random weights.
 """
@@ -237,6 +245,36 @@ def _build_of_folder(
 ) -> tuple[nn.Module, str]:
     """A model of timm, of a folder with a config.json; the weights that it holds are loaded."""
     folder = Path(name).expanduser()
+    architecture, arguments, told = _configuration(folder)
+    held = next((folder / each for each in _HELD if (folder / each).is_file()), None)
+    state, words = (None, "") if held is None or file_follows else read_weights(held)
+    if state is None and pretrained:
+        raise ValueError(
+            f"expected {' or '.join(_HELD)} in {folder}, there is neither; leave pretrained out."
+        )
+    facts = {key: told[key] for key in _FACTS if key in told}
+    try:
+        model: nn.Module = timm.create_model(
+            architecture,
+            pretrained=state is not None,
+            pretrained_cfg=facts | ({} if state is None else {"state_dict": state}),
+            **{**arguments, **options},
+        )
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"the weights in {held} do not fit {architecture} with these options: {reason}. Leave out those "
+            "that change the size of the images or patches, or load none: pretrained=False."
+        ) from error
+    model.pretrained_cfg.pop("state_dict", None)  # type: ignore[union-attr, operator]
+    return model, "" if held is None or state is None else from_file(held, words)
+
+
+_HELD = ("model.safetensors", "pytorch_model.bin")
+
+
+def _configuration(folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The architecture, its arguments and the pretrained_cfg of timm's config.json in a folder."""
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"expected a folder with timm's config.json, there is none in {folder}.")
     config = read_object(folder / "config.json")
@@ -250,57 +288,53 @@ def _build_of_folder(
     if not timm.is_model(architecture):
         raise _unknown("timm", architecture, timm.list_models(), "timm.list_models()")
     _check_options(arguments)
-    held = next((folder / each for each in _HELD if (folder / each).is_file()), None)
-    state, words = (None, "") if held is None or file_follows else read_weights(held)
-    if state is None and pretrained:
-        raise ValueError(
-            f"expected {' or '.join(_HELD)} in {folder}, there is neither; leave pretrained out."
-        )
-    facts = {key: told[key] for key in _FACTS if key in told}
-    if "num_classes" in config:
-        facts["num_classes"] = config["num_classes"]
-    try:
-        model: nn.Module = timm.create_model(
-            architecture,
-            pretrained=state is not None,
-            pretrained_cfg=facts | ({} if state is None else {"state_dict": state}),
-            **{**arguments, **options},
-        )
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"the weights in {held} do not fit {architecture}: {reason}") from error
-    model.pretrained_cfg.pop("state_dict", None)  # type: ignore[union-attr, operator]
-    return model, "" if held is None or state is None else from_file(held, words)
+    return architecture, arguments, told | {k: config[k] for k in ("num_classes",) if k in config}
 
 
-_HELD = ("model.safetensors", "pytorch_model.bin")
+def timm_architecture(name: str) -> tuple[str, dict[str, Any]]:
+    """What timm makes of a name, without its tag, and the arguments that a configuration adds.
+
+    >>> timm_architecture("vit_tiny_patch16_224.augreg_in21k")
+    ('vit_tiny_patch16_224', {})
+    """
+    prefix, _, rest = name.partition(":")
+    if prefix == "hf-hub":
+        folder = _fetched(rest, "config.json").parent
+    elif prefix == "local-dir":
+        folder = Path(rest).expanduser()
+    else:
+        return name.partition(".")[0], {}
+    architecture, arguments, _ = _configuration(folder)
+    return architecture, arguments
 
 
 def _build_of_hub(
     name: str, pretrained: bool, file_follows: bool, options: dict[str, Any]
 ) -> tuple[nn.Module, str]:
     """A model of timm, of a repository on the hub; ``NAME@REVISION`` is one of its versions."""
-    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    repository, _, revision = name.partition("@")
-
-    def fetched(file: str) -> Path:
-        return Path(hf_hub_download(repository, file, revision=revision or None))
-
     try:
-        folder = fetched("config.json").parent
+        folder = _fetched(name, "config.json").parent
         if pretrained:
             try:
-                fetched(_HELD[0])
+                _fetched(name, _HELD[0])
             except LocalEntryNotFoundError:
                 raise  # no network
             except EntryNotFoundError:
-                fetched(_HELD[1])
+                _fetched(name, _HELD[1])
     except Exception as error:  # of the hub, of the network, of a name that is none
-        raise _not_fetched(f"timm's model {name}", error) from error
+        raise _not_fetched(f"timm's model {name}", error, "local-dir:FOLDER") from error
     model, words = _build_of_folder(str(folder), pretrained, file_follows or not pretrained, options)
     return model, words.replace(str(folder), f"hf-hub:{name}")
+
+
+def _fetched(name: str, file: str) -> Path:
+    """A file of a repository on the hub."""
+    from huggingface_hub import hf_hub_download
+
+    repository, _, revision = name.partition("@")
+    return Path(hf_hub_download(repository, file, revision=revision or None))
 
 
 def _build_torchvision(
@@ -498,11 +532,11 @@ def _unknown(library: str, name: str, known: list[str], where: str) -> ValueErro
     return ValueError(f"{library} has no model {name!r}; {hint}{where} lists all.")
 
 
-def _not_fetched(what: str, error: Exception) -> OSError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+def _not_fetched(what: str, error: Exception, folder: str = "hf:FOLDER") -> OSError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return OSError(
         f"could not get {what} ({reason}); "
-        "without a network pass a file as weights=, or a folder as hf:FOLDER."
+        f"without a network pass a file as weights=, or a folder as {folder}."
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import wellposed as wp
 from short_runs import TINY, recipe, run, weights
@@ -357,3 +357,38 @@ def test_fewer_images_than_a_batch_lower_it_and_it_is_said(tmp_path) -> None:
     assert "batch_size is 24, not 64: there are 27 training images." in notes
     with pytest.raises(ValueError, match=r"expected at least 8 training images.*got 7"):
         run(tmp_path / "few", limit=7, batch_size=64, accumulate=4, mixup=0.2)
+
+
+def test_a_model_of_a_folder(tmp_path) -> None:
+    """Its weights are taken where the recipe says pretrained, and plain timm loads what comes out."""
+    source = wp.models.build("test_vit", seed=7, img_size=32, patch_size=8, **TINY)
+    folder = tmp_path / "source"
+    folder.mkdir()
+    save_file(source.state_dict(), folder / "model.safetensors")
+    arguments = {"img_size": 32, "patch_size": 8, **TINY}
+    facts = {"mean": [0.1, 0.2, 0.3], "std": [0.5] * 3, "num_classes": 1000}
+    facts |= {"classifier": "head", "first_conv": "patch_embed.proj"}
+    config = {"architecture": "test_vit", "model_args": arguments, "pretrained_cfg": facts}
+    (folder / "config.json").write_text(json.dumps(config))
+    name, fields = f"local-dir:{folder}", {"epochs": 1, "lr": 1e-9, "model_options": {}}
+    run(tmp_path / "a", model=name, pretrained=True, **fields)
+    run(tmp_path / "b", model=name, **fields)
+    a, b = (load_file(tmp_path / each / "last" / "model.safetensors") for each in "ab")
+    key = "blocks.0.attn.qkv.weight"
+    torch.testing.assert_close(a[key], source.state_dict()[key], rtol=0, atol=1e-3)
+    assert (a[key] - b[key]).abs().max() > 0.01
+    assert read_recipe(tmp_path / "a" / "recipe.toml")["patch_size"] == 2
+    told = json.loads((tmp_path / "a" / "last" / "config.json").read_text())
+    assert told["architecture"] == "test_vit"
+    assert told["model_args"]["depth"] == 2
+    assert told["pretrained_cfg"]["mean"] == [pytest.approx(0.2)]
+    shutil.rmtree(folder)
+    again = timm.create_model(told["architecture"], **told["model_args"])
+    again.load_state_dict(a)
+    assert 'create_model("test_vit"' in (tmp_path / "a" / "last" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["tv:vit_b_16", "hf:google/vit"])
+def test_other_libraries_are_not_trained(name, tmp_path) -> None:
+    with pytest.raises(ValueError, match="expected a model of timm to train, got"):
+        run(tmp_path / "run", model=name)

@@ -12,6 +12,7 @@ import timm
 from torch import Tensor
 
 from wellposed.environment import without_secrets
+from wellposed.models import timm_architecture
 from wellposed.surgery.record import Edit, Edits
 from wellposed.train import durable
 from wellposed.train.checkpoint import file_hash
@@ -32,6 +33,7 @@ class Exported:
     """What there is to say; see :func:`wellposed.train.export.export_weights`."""
 
     recipe: Recipe
+    architecture: str
     model_kwargs: dict[str, Any]
     classes: tuple[str, ...]
     mean: tuple[float, ...]
@@ -81,7 +83,7 @@ def _what(exported: Exported) -> str:
     count = "" if exported.train_images is None else f" ({exported.train_images:,} training images)"
     trained = "pre-trained without labels (MAE)" if recipe.task == "mae" else "trained"
     edited = ", with edits that timm does not have" if exported.edits else ""
-    owner = "wellposed's" if _is_of_wellposed(recipe.model) else "timm's"
+    owner = "wellposed's" if _is_of_wellposed(exported.architecture) else "timm's"
     return (
         f"{owner} {_code(recipe.model)}{edited}, {trained} by wellposed on {_code(recipe.data)}{count} for "
         f"{recipe.epochs} epochs. These are the weights after update {exported.update:,}."
@@ -101,7 +103,7 @@ def _result(exported: Exported) -> str:
 
 def _load(exported: Exported) -> list[str]:
     built = f"timm.create_model({_arguments(exported)})"
-    is_ours = _is_of_wellposed(exported.recipe.model)
+    is_ours = _is_of_wellposed(exported.architecture)
     if not exported.edits:
         imports = "import timm\nimport wellposed" if is_ours else "import timm"
         block = (
@@ -132,9 +134,8 @@ def _load(exported: Exported) -> list[str]:
     ]
 
 
-def _is_of_wellposed(model: str) -> bool:
+def _is_of_wellposed(name: str) -> bool:
     """Whether timm has the model only once wellposed is imported."""
-    name = model.partition(".")[0]
     return bool(timm.is_model(name) and timm.model_entrypoint(name).__module__.startswith("wellposed."))
 
 
@@ -153,9 +154,8 @@ def _without_wellposed(exported: Exported) -> str:
 
 def _arguments(exported: Exported) -> str:
     values = {"num_classes": exported.num_classes, **exported.model_kwargs}
-    architecture = exported.recipe.model.partition(".")[0]
     keywords = [f"{name}={value!r}" for name, value in values.items() if name.isidentifier()]
-    return ", ".join([f'"{architecture}"', *keywords])
+    return ", ".join([f'"{exported.architecture}"', *keywords])
 
 
 def _images(exported: Exported) -> str:
@@ -254,6 +254,7 @@ def export_weights(
     state: Mapping[str, Tensor],
     *,
     recipe: Recipe,
+    architecture: str | None = None,
     model_kwargs: Mapping[str, Any],
     classes: Sequence[str],
     mean: Sequence[float],
@@ -273,7 +274,8 @@ def export_weights(
         folder: of these weights alone.
         state: the model's state dict, with the names it has when it is not compiled or wrapped.
         recipe: with all fields filled in.
-        model_kwargs: with which ``timm.create_model(recipe.model, ...)`` makes the model, edits aside.
+        architecture: timm's name of it; None is that of ``recipe.model``.
+        model_kwargs: with which ``timm.create_model(architecture, ...)`` makes the model, edits aside.
         classes: names in the order of the labels; none for an encoder without a head.
         mean, std: of the channels, for pixels from 0 to 1.
         image_size: side in pixels.
@@ -287,6 +289,7 @@ def export_weights(
     recipe = dataclasses.replace(recipe, data=without_secrets(recipe.data))
     exported = Exported(
         recipe=recipe,
+        architecture=timm_architecture(recipe.model)[0] if architecture is None else architecture,
         model_kwargs=dict(model_kwargs),
         classes=tuple(classes),
         mean=tuple(mean),
@@ -313,11 +316,10 @@ def export_weights(
 
 def timm_config(exported: Exported) -> dict[str, Any]:
     """What timm reads of a folder or of the hub: how to build the model, and how its images are prepared."""
-    architecture = exported.recipe.model.partition(".")[0]
-    registered = timm.get_pretrained_cfg(architecture)
+    registered = timm.get_pretrained_cfg(exported.architecture)
     known = registered.to_dict() if registered is not None else {}
     return {
-        "architecture": architecture,
+        "architecture": exported.architecture,
         "num_classes": exported.num_classes,
         "label_names": list(exported.classes) or None,
         "model_args": exported.model_kwargs,

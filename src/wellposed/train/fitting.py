@@ -230,6 +230,7 @@ def _exporter(
             folder / name,
             weights.state,
             recipe=recipe,
+            architecture=built.architecture,
             model_kwargs=built.options,
             classes=data.classes,
             mean=built.mean,

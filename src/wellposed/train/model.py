@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 import wellposed.surgery as surgery
 from wellposed.anatomy.model import refuse_wrapped
-from wellposed.models import build, describe_weights, few, from_file, misfits, read_weights, say_weights
+from wellposed.models import (
+    build,
+    describe_weights,
+    few,
+    from_file,
+    misfits,
+    read_weights,
+    say_weights,
+    timm_architecture,
+)
 from wellposed.nn import TokenGraying
 from wellposed.surgery import Edits
 from wellposed.surgery.insertion import Inserted
@@ -200,9 +209,10 @@ def _unfit(model: nn.Module, path: Path, reasons: list[str]) -> ValueError:
 
 @dataclass(frozen=True)
 class Built:
-    """A model with what plain timm needs to build it again."""
+    """A model with what plain timm needs to build it again: the architecture and its options."""
 
     model: nn.Module
+    architecture: str
     options: dict[str, Any]
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -212,6 +222,11 @@ class Built:
 
 def build_model(recipe: Recipe, classes: int, channels: int) -> Built:
     """The model of a resolved recipe, on the CPU; equal recipes give equal weights."""
+    if recipe.model.startswith(("hf:", "tv:")):
+        raise ValueError(
+            f"expected a model of timm to train, got {recipe.model}; timm.list_models() lists all. In a loop "
+            "of your own any model can be edited: wellposed.gray_tokens(model)."
+        )
     options: dict[str, Any] = {"num_classes": classes, "in_chans": channels}
     if recipe.drop_path:
         options["drop_path_rate"] = recipe.drop_path
@@ -227,7 +242,8 @@ def build_model(recipe: Recipe, classes: int, channels: int) -> Built:
     else:
         notes = [f"Starts from {describe_weights(model)}."] if recipe.pretrained else []
     mean, std = _statistics(model, channels)
-    return Built(model, options, mean, std, edits, notes)
+    architecture, own = timm_architecture(recipe.model)
+    return Built(model, architecture, own | options, mean, std, edits, notes)
 
 
 def _build(recipe: Recipe, options: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
@@ -291,8 +307,8 @@ def with_gray_floor(built: Built, recipe: Recipe) -> Built:
     """A model whose grayings have the recipe's floors; they are known only when the folder of the run is."""
     for module in built.model.modules():
         if isinstance(module, TokenGraying):
-            index = module.recipe_call.index
-            floor = recipe.gray_floor if index is None else recipe.edits[index].get("floor")
+            call: Any = module.recipe_call
+            floor = recipe.gray_floor if call.index is None else recipe.edits[call.index].get("floor")
             if floor is not None:
                 module.floor = floor
     return replace(built, edits=surgery.edits(built.model))

@@ -266,7 +266,7 @@ class Recipe:
     holdout: float = _field(0.1, "Data", "share of the images to test on, where the set has no test split")
     skip_unreadable: bool = _field(False, "Data", "leave out images that cannot be read, instead of stopping")
 
-    model: str = _field("test_vit", "Model", "a timm name")
+    model: str = _field("test_vit", "Model", "a timm name, hf-hub:NAME or local-dir:FOLDER")
     image_size: int | None = _field(None, "Model",
         "side of the images in pixels [default: the data's own, else the model's]")
     patch_size: int | None = _field(None, "Model",

@@ -24,6 +24,7 @@ from wellposed import anatomy
 from wellposed.environment import without_secrets
 from wellposed.errors import UnknownModelError
 from wellposed.linalg import spectral_plan
+from wellposed.models import timm_architecture
 from wellposed.nn.graying import DEFAULT_EPS
 from wellposed.train.batches import choose_placement
 from wellposed.train.batches.make import check_images, check_share, with_batch_size
@@ -108,7 +109,17 @@ def resolve_floor(recipe: Recipe, device: torch.device) -> Recipe:
     return replace(recipe, edits=own)
 
 
+_PLACES = ("hf-hub:", "local-dir:")
+"""Names of timm whose configuration says how the model is made."""
+
+
 def _input_side(name: str) -> int:
+    if name.startswith(_PLACES):
+        architecture, arguments = timm_architecture(name)
+        side = arguments.get("img_size")
+        if side is not None:
+            return int(side[-1] if isinstance(side, (list, tuple)) else side)
+        name = architecture
     config: Any = timm.get_pretrained_cfg(name, allow_unregistered=False)
     if config is None:
         return 224
@@ -136,14 +147,17 @@ def _patch_for(recipe: Recipe, size: int) -> int | None:
 
 def own_patch(name: str) -> int | None:
     """The side of the patches of a timm model as it comes, if it has an option for them."""
+    arguments: dict[str, Any] = {}
+    if name.startswith(_PLACES):
+        name, arguments = timm_architecture(name)
     if not timm.is_model(name.partition(".")[0]):
         return None  # building it tells what is wrong with the name
     try:
-        model: Any = _as_it_comes(name)
+        model: Any = _as_it_comes(name, **arguments)
         patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
         side = int(patch[0]) if isinstance(patch, (tuple, list)) else patch
         if side is not None:
-            _as_it_comes(name, patch_size=side)
+            _as_it_comes(name, **{**arguments, "patch_size": side})
     except TypeError:  # no option of that name
         return None
     return side

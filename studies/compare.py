@@ -1,0 +1,194 @@
+"""Accuracies, kappas and entropies of records by seed, as tables and as claims.
+
+Differences are taken seed by seed, with intervals of 95% (:mod:`wellposed.stats`). Deviations are of the
+sample, with n - 1; they describe runs and decide nothing.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from studies.study import Records
+from wellposed.stats import Claim, Direction, Estimate, Median, median, paired
+from wellposed.study_records import RunRecord
+
+ACCURACY = "points of accuracy"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample deviation of n values; no deviation of one."""
+
+    mean: float
+    deviation: float | None
+    n: int
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Of the values that are there; None of none.
+
+    >>> spread([1.0, 2.0, None])
+    Spread(mean=1.5, deviation=0.7071067811865476, n=2)
+    """
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return None
+    return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
+
+
+def accuracies(runs: Iterable[RunRecord]) -> dict[int, float]:
+    """By seed, of the runs that have one."""
+    return {run.seed: run.accuracy for run in runs if run.accuracy is not None}
+
+
+def difference(first: Mapping[Any, float], second: Mapping[Any, float]) -> Estimate | None:
+    """``first - second`` by seed, or by data and seed; None where no pair is there."""
+    return paired(first, second) if first.keys() & second.keys() else None
+
+
+def accuracy_claim(
+    records: Records,
+    data: str,
+    name: str,
+    first: str,
+    second: str,
+    says: Direction,
+    *,
+    margin: float | None = None,
+    paper: float | None = None,
+    differs: str = "",
+    without: Sequence[int] = (),
+) -> Claim:
+    """How one variant's accuracy compares with another's.
+
+    Args:
+        records: of the study.
+        data: the set.
+        name: what the paper says, in words.
+        first, second: labels.
+        says, margin, paper, differs: as of :class:`wellposed.stats.Claim`.
+        without: seeds that chose a setting, by the accuracy that would be compared.
+    """
+    sides = [
+        {seed: value for seed, value in accuracies(records.of(label, data)).items() if seed not in without}
+        for label in (first, second)
+    ]
+    contrast = f"{first} - {second}, {data}, {ACCURACY}"
+    return Claim(name, contrast, says, difference(*sides), margin, paper, differs)
+
+
+def in_columns(found: Estimate | None, digits: int = 3) -> dict[str, Any]:
+    """A difference as columns of a table; an end that is infinite is empty."""
+    if found is None:
+        return {"difference": None, "low": None, "high": None, "pairs": 0}
+    ends = [round(end, digits) if math.isfinite(end) else None for end in (found.low, found.high)]
+    return {"difference": round(found.mean, digits), "low": ends[0], "high": ends[1], "pairs": found.n}
+
+
+def accuracy_table(
+    records: Records, baseline: str | None = None, paper: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """One row a data set and variant: mean, deviation, and the difference from the baseline."""
+    rows = []
+    for data in records.datasets:
+        for label in records.labels:
+            runs = records.of(label, data)
+            found = spread(accuracies(runs).values())
+            chosen = "; ".join(f"{k}={v}" for k, v in (runs[0].chosen if runs else {}).items())
+            row: dict[str, Any] = {"data": data, "variant": label, "chosen": chosen}
+            row |= {"n": found.n if found else 0, "accuracy": found and round(found.mean, 3)}
+            row["deviation"] = None if found is None or found.deviation is None else round(found.deviation, 3)
+            if baseline is not None:
+                change = difference(accuracies(runs), accuracies(records.of(baseline, data)))
+                row |= in_columns(None if label == baseline else change)
+            if paper is not None:
+                row["paper"] = paper.get(label)
+            rows.append(row)
+    return rows
+
+
+def grid_table(records: Records) -> list[dict[str, Any]]:
+    """Every run, also those that settings were chosen by."""
+    names = list(dict.fromkeys(name for run in records.runs for name in run.chosen))
+    return [
+        {
+            "data": run.data,
+            "variant": run.label,
+            **{name: run.chosen.get(name) for name in names},
+            "seed": run.seed,
+            "role": run.role,
+            "state": run.state,
+            "accuracy": None if run.accuracy is None else round(run.accuracy, 3),
+            "loss": run.loss,
+        }
+        for run in records.runs
+    ]
+
+
+def log_kappa(run: RunRecord, position: str, block: int | None = None) -> Median | None:
+    """The median over the blocks of ln kappa at a position; of one block, that block's.
+
+    Where float32 cannot tell kappa it is known to be at least a value, and so may be the median.
+    """
+    rows = [
+        row
+        for row in run.measured
+        if row.get("measure") == "kappa"
+        and row.get("position") == position
+        and row.get("weights", "last") == "last"
+        and row.get("value")
+        and block in (None, row["block"])
+    ]
+    if not rows:
+        return None
+    bounds = [row.get("status", "ok") == "at least" for row in rows]
+    return median([math.log(row["value"]) for row in rows], bounds)
+
+
+def entropies(run: RunRecord, weights: str = "last") -> dict[tuple[int, int], float]:
+    """Entropy of attention over log n, by block and head."""
+    return {
+        (row["block"], row["head"]): row["value"]
+        for row in run.measured
+        if row.get("measure") == "entropy"
+        and row.get("weights", "last") == weights
+        and row.get("head") is not None
+        and row.get("value") is not None
+    }
+
+
+def block_entropies(run: RunRecord) -> dict[int, float]:
+    """Entropy of attention over log n, by block."""
+    return {
+        row["block"]: row["value"]
+        for row in run.measured
+        if row.get("measure") == "entropy"
+        and row.get("weights", "last") == "last"
+        and row.get("head") is None
+        and row.get("value") is not None
+    }
+
+
+def mean_entropy(runs: Iterable[RunRecord]) -> dict[int, float]:
+    """Over the blocks, by seed."""
+    found = {run.seed: block_entropies(run) for run in runs}
+    return {seed: statistics.fmean(blocks.values()) for seed, blocks in found.items() if blocks}
+
+
+POOLED = "mean-pooled, no class token"
+
+
+def pooling(records: Records, data: str) -> str:
+    """Why Context Broadcasting is not tested as published on a set; empty with a class token.
+
+    In a mean-pooled model CB in the last block cannot change the logits: the head has the mean already. The
+    papers' models have a class token.
+    """
+    is_pooled = any(
+        run.recipe.get("model_options", {}).get("class_token") is False
+        for run in records.runs
+        if run.data == data and run.role == "result"
+    )
+    return POOLED if is_pooled else ""
