@@ -37,6 +37,21 @@ def nearest(name: object, known: Iterable[object], cutoff: float = 0.5) -> str:
     return f"; did you mean {close!r}?" if close else "."
 
 
+def byte_count(size: int | str) -> int:
+    """Bytes of a number or a text.
+
+    >>> byte_count(500), byte_count("2GB"), byte_count("1.5 MiB")
+    (500, 2000000000, 1572864)
+    """
+    if isinstance(size, int):
+        return size
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B\s*", size, re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"expected bytes or a text such as 2GB or 500MiB, got {size!r}.")
+    power = " KMGT".index(found[2].upper() or " ")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+
 MOST_INDICES = 100_000
 
 

@@ -19,10 +19,9 @@ import threading
 import time
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from accelerate import Accelerator
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -60,6 +59,9 @@ from wellposed.train.recipe import Recipe
 from wellposed.train.reporter import Reporter
 from wellposed.train.tasks import Task, Tested, evaluate
 from wellposed.train.training_state import Exporter, Progress, Saver, Weights
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 USUAL = 100
 """Updates between two measurements where nothing else is said."""
@@ -251,7 +253,7 @@ class Loop:
         module: nn.Module,
         train: TrainBatches,
         test: EvalBatches,
-        accelerator: Accelerator,
+        accelerator: "Accelerator",
         store: Store,
         exporter: Exporter,
         monitor_images: Tensor | None,

@@ -12,12 +12,10 @@ import dataclasses
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import timm
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import nn
 
 from wellposed import anatomy
@@ -29,13 +27,24 @@ from wellposed.nn.graying import DEFAULT_EPS
 from wellposed.train.batches import choose_placement
 from wellposed.train.batches.make import check_images, check_share, with_batch_size
 from wellposed.train.data import ImageData, open_data
-from wellposed.train.distributed import from_first, join_processes, rank, several, started_processes, world
+from wellposed.train.distributed import (
+    from_first,
+    join_processes,
+    rank,
+    require_accelerate,
+    several,
+    started_processes,
+    world,
+)
 from wellposed.train.edits import DEVICE_FLOORS, GRAY
 from wellposed.train.mae import check_mae
 from wellposed.train.model import Built, build_model, weights_file, with_gray_floor
 from wellposed.train.recipe import Recipe
 from wellposed.train.recipe_file import read_recipe
 from wellposed.train.runs import RECIPE, recipe_before
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 TINY, SMALL = 16, 64
 """Images of this side and between are shifted, larger ones get random resized crops. Of still smaller ones a
@@ -206,7 +215,7 @@ def _place(data: str) -> Path:
     return Path(data.removeprefix("folder:")).expanduser().resolve()
 
 
-def make_accelerator(recipe: Recipe, trackers: list[str], project: str | Path) -> Accelerator:
+def make_accelerator(recipe: Recipe, trackers: list[str], project: str | Path) -> "Accelerator":
     """The devices, processes and precision of a run, also where one was made before in this process."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise ValueError(
@@ -216,6 +225,10 @@ def make_accelerator(recipe: Recipe, trackers: list[str], project: str | Path) -
         raise ValueError(f"device must be cpu or cuda, got {recipe.device!r}; a launcher chooses among GPUs.")
     if recipe.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda needs a GPU that torch sees, there is none; use device=cpu.")
+    require_accelerate()
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
     join_processes(recipe.device)
     if not torch.distributed.is_initialized():
         # Accelerate keeps the first accelerator's settings for the whole process.
@@ -248,7 +261,7 @@ class Prepared:
     size: int
 
 
-def prepare(recipe: Recipe, accelerator: Accelerator) -> Prepared:
+def prepare(recipe: Recipe, accelerator: "Accelerator") -> Prepared:
     """Open the data and build the model; what does not fit together is told before anything is decoded."""
     device = accelerator.device
     if recipe.ema is not None and recipe.parallel == "fsdp2" and several():
