@@ -18,11 +18,12 @@ from rich.console import Console
 from torch import Tensor
 
 from wellposed.environment import environment
+from wellposed.files import PATIENCE, alone_in
 from wellposed.train.batches import EvalBatches, TrainBatches, make_batches
 from wellposed.train.batches.order import generators_kept, slot_positions
 from wellposed.train.checkpoint import Store
 from wellposed.train.distributed import from_first, is_first, rank, require_accelerate, wait_for_all, world
-from wellposed.train.durable import PATIENCE, alone_in, recover
+from wellposed.train.durable import recover
 from wellposed.train.export import export_weights
 from wellposed.train.guard import without_cudnn_attention
 from wellposed.train.log import best_accuracy
