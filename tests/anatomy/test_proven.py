@@ -174,9 +174,9 @@ def test_the_keys_depend_on_the_source_alone(tmp_path: Path) -> None:
     """The same in another process, in another folder, with another seed of Python's hashes."""
     code = (
         "import timm, sys\n"
-        "from wellposed.anatomy.proof import _class_key, _signature\n"
+        "from wellposed.anatomy.proof import _class_key, block_signature\n"
         "model = timm.create_model('vit_tiny_patch16_224', img_size=32, patch_size=8, depth=2)\n"
-        "print(_class_key(type(model)), _signature(model.blocks[0]))\n"
+        "print(_class_key(type(model)), block_signature(model.blocks[0]))\n"
     )
     said = {
         subprocess.run(
@@ -200,7 +200,7 @@ def test_the_keys_depend_on_the_source_alone(tmp_path: Path) -> None:
 def test_sizes_and_rates_do_not_change_a_signature(other: dict[str, Any]) -> None:
     def signatures(**options: Any) -> set[str]:
         model = timm.create_model("vit_tiny_patch16_224", **SMALL | options)
-        return {proof._signature(block) for block in model.blocks}
+        return {proof.block_signature(block) for block in model.blocks}
 
     assert signatures() == signatures(**other)
 

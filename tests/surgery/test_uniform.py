@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import wellposed as wp
 from attention_watch import maps_by_block, maps_of
@@ -220,14 +221,31 @@ def test_attention_of_torch_with_more_than_its_tokens(options: dict) -> None:
 
 
 class OtherAttention(timm.layers.Attention):
-    """One that might do anything to the logits."""
+    """One whose projection no module sees, but whose norm of the queries runs."""
+
+    def forward(self, x: Tensor, attn_mask: None = None, is_causal: bool = False) -> Tensor:
+        q, k, v = packed_qkv(x, self.qkv.weight, self.qkv.bias, self.num_heads)
+        q, k = self.q_norm(torch.stack([q, k])).unbind()
+        return self.proj(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+
+
+class FirstOfTwo(nn.Module):
+    """Lets a hook see the queries alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Identity()
+
+    def forward(self, q_and_k: Tensor) -> Tensor:
+        q, k = q_and_k.unbind()
+        return torch.stack([self.queries(q), k])
 
 
 class OtherMultihead(nn.MultiheadAttention):
-    """The same of torch's."""
+    """One that might compute otherwise than torch's."""
 
 
-def test_a_class_that_is_not_known_is_refused_until_taught(monkeypatch) -> None:
+def test_a_query_that_a_run_does_not_show_is_refused_until_taught(monkeypatch) -> None:
     from wellposed.anatomy import attentions
 
     monkeypatch.setattr("wellposed.anatomy.table.ATTENTIONS", dict(attentions.ATTENTIONS))
@@ -235,9 +253,11 @@ def test_a_class_that_is_not_known_is_refused_until_taught(monkeypatch) -> None:
     model = case.model()
     for block in model.blocks:
         block.attn.__class__ = OtherAttention
-    with pytest.raises(ValueError, match=r"teach\(OtherAttention, AttentionRow"):
+    with pytest.raises(ValueError, match=r"no module sees.*teach\(OtherAttention, AttentionRow"):
         wp.uniform_heads(model)
-    teach(OtherAttention, AttentionRow(("q_norm",), "axis 1"))
+    for block in model.blocks:
+        block.attn.q_norm = FirstOfTwo()
+    teach(OtherAttention, AttentionRow(("q_norm.queries",), "axis 1"))
     wp.uniform_heads(model)
     assert maps_by_block(model, case.input())[0][:, :, 0].unique().numel() == 1
     packed = BY_NAME["torchvision vit"].model()

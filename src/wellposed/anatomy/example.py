@@ -18,6 +18,9 @@ from wellposed.interrupts import uninterrupted
 LIBRARIES = ("timm", "torchvision", "transformers")
 """Whose models say of themselves what they take."""
 
+MOST_CHANNELS = 16
+"""Of images; a first convolution of more reads something else."""
+
 _SIDE = 224  # what image models take that do not say a size
 
 
@@ -34,6 +37,17 @@ class Example:
         torch.manual_seed(0)
         args, kwargs = tree_map_only(Tensor, Tensor.clone, (self.args, dict(self.kwargs)))
         return model(*args, **kwargs)
+
+    def and_another(self) -> "Example":
+        """The same with as many others behind: mirrored and so large that no layer hides the difference."""
+
+        def doubled(x: Tensor) -> Tensor:
+            if x.ndim == 0 or len(x) != self.batch:
+                return x
+            return torch.cat([x, x.flip(-1).mul(100) if x.is_floating_point() else x])
+
+        args, kwargs = tree_map_only(Tensor, doubled, (self.args, dict(self.kwargs)))
+        return Example(args, kwargs, 2 * self.batch)
 
 
 def given_example(model: nn.Module, given: Any) -> Example:
@@ -111,7 +125,7 @@ def _of_timm(module: nn.Module) -> Example | None:
     if (declared := next((size for size in sizes if size is not None), None)) is not None:
         size = [declared, declared] if isinstance(declared, int) else list(declared)
     first = next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)
-    if first is not None and first.in_channels <= 16:  # more are not an image's
+    if first is not None and first.in_channels <= MOST_CHANNELS:
         channels = first.in_channels
     return Example((torch.zeros(1, channels, *size),))
 
@@ -120,9 +134,19 @@ def _of_torchvision(module: nn.Module) -> Example | None:
     if not module.__class__.__module__.startswith("torchvision.models") or _is_part(module):
         return None
     if ".video" in module.__class__.__module__:
-        return Example((torch.zeros(1, 3, 8, 112, 112),))
+        return Example((torch.zeros(1, 3, *_video_size(module)),))
     side = getattr(module, "image_size", _SIDE)
     return Example((torch.zeros(1, 3, side, side),))
+
+
+def _video_size(module: nn.Module) -> tuple[int, ...]:
+    """Frames, height and width: of MViT those that its positions are made for."""
+    positions: Any = getattr(module, "pos_encoding", None)
+    if positions is None:
+        return 8, 112, 112
+    tokens = positions.temporal_size, *positions.spatial_size
+    stride: Any = next(m for m in module.modules() if isinstance(m, nn.Conv3d)).stride
+    return tuple(count * step for count, step in zip(tokens, stride, strict=True))
 
 
 def _is_part(module: nn.Module) -> bool:

@@ -33,18 +33,26 @@ from wellposed.anatomy.trace import Call, Op
 from wellposed.errors import SeamError
 
 ONE_TOKEN = "it updates the class token alone, and the mean of one token is that token"
+IN_PIECES = (
+    "it sees each image in pieces, as if these were images, so that no operation there would reach all "
+    "tokens of one image"
+)
 OVER_CHANNELS = "its attention is over channels, not tokens"
 _NO_ATTENTION = "it mixes tokens without attention"
 
 
 @dataclass(frozen=True)
 class Found:
-    """A block that a run has shown: its row, or why it cannot be edited."""
+    """A block that a run has shown: its row, or why it cannot be edited.
+
+    Args:
+        splitter: of a block that sees images in pieces, the module around it that cuts them.
+    """
 
     name: str
     module: nn.Module
     row: BlockRow
-    splitter: nn.Module | None = None  # the module around it that cuts images into pieces
+    splitter: nn.Module | None = None
 
 
 @dataclass
@@ -146,9 +154,12 @@ def _grouped(main: list[Residual], kinds: dict[int, Kind]) -> list[_Group]:
         groups.setdefault(id(call), _Group(call)).residuals.append(residual)
     blocks = {key: group for key, group in groups.items() if _is_complete(group.residuals, kinds)}
     rest = [group for key, group in groups.items() if key not in blocks]
-    for group in rest:
-        around = _around(group, main, kinds)
-        if around is not None and not any(around.within(block.call) for block in blocks.values()):
+    arounds = [(type(group.call.module), _around(group, main, kinds)) for group in rest]
+    alone = {cls for cls, around in arounds if around is None}  # a stage of two such layers is no block
+    for cls, around in arounds:
+        if cls in alone or around is None:
+            continue
+        if not any(around.within(block.call) for block in blocks.values()):
             blocks[id(around)] = _Group(around, [r for r in main if around.holds(r.op.index)])
     taken = {id(r) for block in blocks.values() for r in block.residuals}
     for group in rest:
@@ -214,19 +225,17 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
     place, stream = _stream(flow, group)
     layout, pieces = _layout(flow.shape(stream), last, batch)
     if layout == "LNC" and not _attends_along_the_first_axis(flow, group, flow.shape(stream)[0]):
-        pieces = _pieces(flow.shape(stream), batch)
-    if pieces:
-        group.refused = pieces
-        group.splitter = _splitter(flow, group.call, batch)
-        return group
+        layout, pieces = "NLC", IN_PIECES
     reader = _Taps(flow, group, roles, layout, last, batch)
     if unseen := _unseen_attention(flow, group, reader.tokens):
         group.refused = unseen
         return group
-    taps = reader.taps()
-    group.ends = reader.attention_ends
     family = family_of(group.call.module)
-    if reader.updates_one_token():
+    taps = no_taps(pieces) if pieces else reader.taps()
+    group.ends = reader.attention_ends
+    if pieces:
+        group.splitter = _splitter(flow, group.call, batch)
+    elif reader.updates_one_token():
         taps, group.ends = no_taps(ONE_TOKEN), []
         family += ", class attention"
     elif place != 0:
@@ -240,6 +249,7 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
         unchained=_unchained(flow, group, roles, stream),
         no_token_attention=reader.no_token_attention(),
         causal=any(flow.is_causal(r) for r, role in zip(residuals, roles, strict=True) if role != "ffn"),
+        pieces=bool(pieces),
     )
     return group
 
@@ -419,7 +429,7 @@ def _layout(shape: tuple[int, ...], last: dict[int, bool], batch: int) -> tuple[
     if len(shape) == 3 and shape[0] != batch and shape[1] == batch:
         return "LNC", ""
     if shape[0] != batch:
-        return "NLC", _pieces(shape, batch)
+        return "NLC", IN_PIECES
     if len(shape) == 3:
         return (
             "NLC",
@@ -428,14 +438,6 @@ def _layout(shape: tuple[int, ...], last: dict[int, bool], batch: int) -> tuple[
             else "its channels lie before its tokens (B, C, N), a layout that is not known",
         )
     return ("NHWC" if last.get(len(shape), last.get(3, True)) else "NCHW"), ""
-
-
-def _pieces(shape: tuple[int, ...], batch: int) -> str:
-    return (
-        f"it sees {shape[0] // max(batch, 1)} pieces of each image as if they were images (tokens "
-        f"{' x '.join(map(str, shape))} of a batch of {batch}): no operation there would reach all "
-        "tokens of one image"
-    )
 
 
 def _tokens(shape: tuple[int, ...], layout: Layout) -> int:
@@ -517,8 +519,7 @@ class _Taps:
         self.paths = {id(module): path for path, module in self.block.named_modules()}
         self.calls = [c for c in flow.trace.calls if c is not group.call and c.within(group.call)]
         self.axes = flow.channel_axes(group.residuals, last)
-        skip = flow.shape(group.residuals[0].skip)
-        self.tokens = _tokens(skip, _layout(skip, last, batch)[0])
+        self.tokens = self._tokens_of(group.residuals[0])
         ran = [id(call.module) for call in self.calls]
         self.twice = {one for one in ran if ran.count(one) > 1}
         self.attention_ends: list[Tap] = []
@@ -568,6 +569,10 @@ class _Taps:
             return False
         shapes = [self.flow.shape(op.outputs[0]) for op in self.flow.core(residual) if op.name != "softmax"]
         return bool(shapes) and shapes[-1][-2] == 1 and self._mlp_tokens() == 1
+
+    def _tokens_of(self, residual: Residual) -> int:
+        skip = self.flow.shape(residual.skip)
+        return _tokens(skip, _layout(skip, self.last, self.batch)[0])
 
     def _mlp_tokens(self) -> int:
         """How many tokens the last layer of the FFN sees."""
@@ -622,7 +627,7 @@ class _Taps:
         ends = [("after", last, last.results[0])]
         later_ones = [self._first_of(c) for c in calls[first + 1 :]]
         ends += [("before", c, c.arguments[0][1]) for c in later_ones if c.arguments]
-        taps = [self._tap(side, call) for side, call, value in ends if self._is_whole(value)]
+        taps = [self._tap(side, call) for side, call, value in ends if self._is_whole(value, residual)]
         self.attention_ends = [tap for tap in taps if tap]
         if self.attention_ends:
             return self.attention_ends[0]
@@ -639,21 +644,16 @@ class _Taps:
             why = "its FFN is computed in its own forward, by no module"
             return why, why, why
         first, final = self._first_of(calls[0]), self._last_of(calls[-1])
-        start = (
-            self._tap("before", first) if first.arguments and self._is_whole(first.arguments[0][1]) else None
-        )
-        end = self._tap("after", final) if self._is_whole(final.results[0]) else None
-        return (
-            start or _NOT_WHOLE,
-            self._middle(weighted[-1]),
-            end or _NOT_WHOLE,
-        )
+        given = first.arguments[0][1] if first.arguments else None
+        start = self._tap("before", first) if given is not None and self._is_whole(given, residual) else None
+        end = self._tap("after", final) if self._is_whole(final.results[0], residual) else None
+        return start or _NOT_WHOLE, self._middle(weighted[-1], residual), end or _NOT_WHOLE
 
-    def _middle(self, last: Op) -> Tap | str:
+    def _middle(self, last: Op, residual: Residual) -> Tap | str:
         call = last.call
         if call is None or not isinstance(getattr(call.module, "weight", None), nn.Parameter):
             return "its last product with weights is no module of its own"
-        if not self._is_whole(call.arguments[0][1]):
+        if not self._is_whole(call.arguments[0][1], residual):
             return _NOT_WHOLE
         return self._tap("before", call) or _NOT_WHOLE
 
@@ -670,8 +670,8 @@ class _Taps:
     def _in(self, call: Call) -> list[Call]:
         return [c for c in self.calls if c.parent is call]
 
-    def _is_whole(self, value: int) -> bool:
-        """Whether a tensor holds the tokens of whole images, and of all of them."""
+    def _is_whole(self, value: int, residual: Residual) -> bool:
+        """Whether a tensor holds the tokens of whole images, and all of those that the skip holds."""
         shape = self.flow.shape(value)
         if len(shape) < 3 or len(shape) > 5:
             return False
@@ -679,7 +679,7 @@ class _Taps:
         return (
             layout is not None
             and shape[1 if layout == "LNC" else 0] == self.batch
-            and _tokens(shape, layout) == self.tokens
+            and _tokens(shape, layout) == self._tokens_of(residual)
         )
 
     def _layout_of(self, value: int) -> Layout | None:

@@ -13,6 +13,7 @@ from wellposed.anatomy.trace import ADDS, Call, Op
 
 _FRONT = frozenset({"cat", "concat", "concatenate"})
 _NO_CONVOLUTION = "it makes tokens without a convolution over the pixels"
+_OF_FRAMES = "its patches are of several frames, and graying of pixels is of single images"
 
 
 def find_embeddings(
@@ -41,11 +42,12 @@ def _row(model: nn.Module, flow: Flow, first: Op, blocks: set[int], batch: int) 
     if layout is None or not paths.get(id(inner.module)):
         return None
     convolution = paths[id(first.call.module)] if isinstance(first.call.module, nn.Conv2d) else None
+    no_pixels = _OF_FRAMES if isinstance(first.call.module, nn.Conv3d) else _NO_CONVOLUTION
     return EmbeddingRow(
         family=family_of(model),
         tokens=after(paths[id(inner.module)]),
         patch_convolution=convolution,
-        no_pixels="" if convolution else _NO_CONVOLUTION,
+        no_pixels="" if convolution else no_pixels,
         layout=layout,
     )
 
@@ -97,7 +99,7 @@ def _last_within(flow: Flow, call: Call) -> Call:
 def _layout(flow: Flow, first: Op, result: int, batch: int) -> Layout | None:
     """Of the tokens: the axis of the channels is followed from the first work on."""
     shape = flow.shape(result)
-    if shape[0] != batch or len(shape) not in (3, 4):
+    if shape[0] != batch or len(shape) not in (3, 4, 5):
         return None
     start = first.outputs[0]
     axes = {start: 1 if flow.is_convolution(first) else len(flow.shape(start)) - 1}

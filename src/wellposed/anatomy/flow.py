@@ -66,7 +66,7 @@ _PARTS = frozenset(
 _JOINED = frozenset({"cat", "concat", "concatenate"})
 _LINEAR = frozenset({"linear", "addmm"})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
-_PRODUCTS = frozenset(["matmul", "__matmul__", "__rmatmul__", "bmm", "einsum", "baddbmm", "mm", "tensordot"])
+PRODUCTS = frozenset(["matmul", "__matmul__", "__rmatmul__", "bmm", "einsum", "baddbmm", "mm", "tensordot"])
 _ATTENTIONS = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 _MIXERS = frozenset(
     ["avg_pool1d", "avg_pool2d", "max_pool2d", "fft_rfft2", "fft_fft2", "fft_fft", "fft_rfft", "fft_fftn"]
@@ -170,7 +170,7 @@ class Flow:
             self.root[value]: op for op in self.trace.ops if op.name == "softmax" for value in op.outputs
         }
         for op in self.trace.ops:
-            if op.name in _PRODUCTS:
+            if op.name in PRODUCTS:
                 found += [weights[self.root[v]] for v in op.inputs if self.root[v] in weights]
         return found
 
@@ -214,7 +214,7 @@ class Flow:
         """Whether it multiplies by weights on the last axis."""
         if op.name in _LINEAR:
             return True
-        return op.name in _PRODUCTS and any(self._is_learned(value) for value in op.inputs)
+        return op.name in PRODUCTS and any(self._is_learned(value) for value in op.inputs)
 
     def is_convolution(self, op: Op) -> bool:
         return op.name in _CONVOLUTIONS
@@ -231,7 +231,7 @@ class Flow:
         if op.name in _ATTENTIONS:
             return True
         led = [value for value in op.inputs if value in inside]
-        return op.name in _PRODUCTS and len(led) >= 2 and not self.is_linear(op)
+        return op.name in PRODUCTS and len(led) >= 2 and not self.is_linear(op)
 
     def attends(self, path: Iterable[Op], inside: set[int]) -> bool:
         names = [op.name for op in path]

@@ -113,13 +113,13 @@ def hidden_by(function: str, args: Any, kwargs: Any) -> Tensor | None:
         scores = args[0] if args else kwargs["input"]
         return far_below(scores) if scores.ndim >= 2 else None
     if function == "scaled_dot_product_attention":
-        call = _FUSED.bind(*args, **kwargs).arguments
+        call = FUSED.bind(*args, **kwargs).arguments
         mask = call.get("attn_mask")
         if call.get("is_causal"):
             size = call["query"].shape[-2], call["key"].shape[-2]
             return torch.ones(size, dtype=torch.bool, device=call["query"].device).triu(1)
         return None if mask is None else ~mask if mask.dtype == torch.bool else far_below(mask)
-    call = _MULTI_HEAD.bind(*args, **kwargs).arguments
+    call = MULTI_HEAD.bind(*args, **kwargs).arguments
     mask, padding = call.get("attn_mask"), call.get("key_padding_mask")
     hidden: Tensor | None = None
     if mask is not None:
@@ -145,8 +145,8 @@ def _fused(
     """The arguments of scaled_dot_product_attention, which has no signature of its own."""
 
 
-_FUSED = inspect.signature(_fused)
-_MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
+FUSED = inspect.signature(_fused)
+MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
 
 
 def far_below(scores: Tensor) -> Tensor:

@@ -11,14 +11,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from wellposed.anatomy.example import LIBRARIES, given_example, made_examples
-from wellposed.anatomy.find import refused_row
+from wellposed.anatomy.find import IN_PIECES, refused_row
 from wellposed.anatomy.proof import (
     is_quiet,
     own_class,
     prove,
     proven_embeddings,
     proven_row,
-    sees_pieces,
     splits_images,
     version_of,
 )
@@ -150,18 +149,21 @@ def _known(model: nn.Module, *, ran: bool = False) -> tuple[_Rows, list[nn.Modul
     """
     rows: _Rows = []
     others: list[nn.Module] = []
-    splits: dict[str, str] = {}
+    splitters: dict[str, str] = {}
     for name, module in model.named_modules():
         row = block_row(module) or proven_row(module)
-        around = next((text for part, text in splits.items() if name.startswith(part)), "")
-        if around and (row is not None or sees_pieces(module)):
-            row = refused_row(module, around)
+        around = next((part for part in splitters if name.startswith(part)), None)
+        if row is not None and around is not None:
+            why = splitters[around] or row.refused
+            row = refused_row(module, why) if why else row.in_pieces(IN_PIECES)
+        elif row is not None and row.pieces:  # known from elsewhere, where images were cut
+            row = None
         if row is not None:
             rows.append((name, module, row))
+        elif (why_not := splits_images(module)) is not None:
+            splitters[f"{name}." if name else ""] = why_not
         else:
             others.append(module)
-            if reason := splits_images(module):
-                splits[f"{name}." if name else ""] = reason
     # By identity: what several blocks share may be named outside of them (CoaT's position encodings).
     within = {id(part) for _, block, _ in rows for part in block.modules()}
     return rows, [module for module in others if id(module) not in within and not is_quiet(module, ran=ran)]
@@ -249,7 +251,7 @@ def select(found: list[Block], selection: BlockSelection) -> list[Block]:
 
 def no_attention(block: Block) -> str:
     """Why a block has no attention over tokens; empty where it has."""
-    if block.row.no_token_attention or "attention" in block.row.roles:
+    if block.row.no_token_attention or {"attention", "parallel"} & set(block.row.roles):
         return block.row.no_token_attention
     tap = block.row.tap("attention.end")
     return tap if isinstance(tap, str) else "its row names no skip around attention"

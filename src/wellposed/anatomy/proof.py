@@ -33,7 +33,7 @@ from wellposed.anatomy.packed_query import PackedQueryAttention
 from wellposed.anatomy.rows import Add, BlockRow, EmbeddingRow, Position, Site, Tap
 from wellposed.anatomy.seam import block_joins, close_seam, is_seamed, join_name, joins, open_seam
 from wellposed.anatomy.source import wrapped_functions
-from wellposed.anatomy.trace import trace
+from wellposed.anatomy.trace import trace, without_fast_path
 from wellposed.errors import SeamError
 
 INSERTED = ("inserted_before", "inserted_after", "inserted_query")
@@ -47,11 +47,12 @@ class Proofs:
         self.rows: dict[str, BlockRow] = {}
         self.classes: set[str] = set()  # of the blocks
         self.embeddings: dict[str, tuple[EmbeddingRow, ...]] = {}
-        # Classes that cut images into pieces, with what blocks in them see; and the blocks seen there.
+        # Classes with settings that cut images into pieces, and why blocks there are refused, if they are.
         self.splitters: dict[str, str] = {}
-        self.pieces: set[str] = set()
         self.quiet: set[str] = set()
         self.unreached: set[str] = set()
+        # By signature, where the queries of blocks are; see wellposed.anatomy.queries.
+        self.queries: dict[str, dict[str, Any]] = {}
         self.tested: dict[str, list[str]] = {}
 
     def to_json(self) -> dict[str, Any]:
@@ -65,9 +66,9 @@ class Proofs:
                 key: [asdict(row) for row in rows] for key, rows in sorted(self.embeddings.items()) if rows
             },
             "splitters": dict(sorted(self.splitters.items())),
-            "pieces": sorted(self.pieces),
             "quiet": sorted(self.quiet),
             "unreached": sorted(self.unreached),
+            "queries": dict(sorted(self.queries.items())),
             "rows": dict(sorted(rows.items())),
         }
 
@@ -85,9 +86,9 @@ class Proofs:
                 EmbeddingRow(**row | {"tokens": _tap(row["tokens"])}) for row in rows
             )
         self.splitters |= data["splitters"]
-        self.pieces |= set(data["pieces"])
         self.quiet |= set(data["quiet"])
         self.unreached |= set(data["unreached"])
+        self.queries |= data["queries"]
         for key, row in data["rows"].items():
             adds = tuple(Add(**add | {"site": Site(**add["site"])}) for add in row["adds"])
             if unknown := set(row["taps"]) - set(get_args(Position)):
@@ -102,7 +103,7 @@ class Proofs:
     def add(self, key: str, row: BlockRow) -> None:
         """Remember a row. One that is known stays, but for what only a causal mask would show."""
         known = self.rows.get(key, row)
-        kept = row if known.refused else known
+        kept = row if known.refused or known.pieces else known
         self.rows[key] = replace(kept, causal=kept.causal if kept.causal == row.causal else None)
 
 
@@ -125,18 +126,15 @@ def proven_row(module: nn.Module) -> BlockRow | None:
     known = proofs()
     if not _may_add(own_class(module)) or _class_key(own_class(module)) not in known.classes:
         return None
-    return known.rows.get(_signature(module))
+    return known.rows.get(block_signature(module))
 
 
-def splits_images(module: nn.Module) -> str:
-    """What blocks inside a module see if it cuts images into pieces; empty where it is not known to."""
-    cls = own_class(module)
-    return proofs().splitters.get(_class_key(cls), "") if _may_add(cls) else ""
+def splits_images(module: nn.Module) -> str | None:
+    """Why blocks inside a module that cuts images into pieces are refused, "" if they are not.
 
-
-def sees_pieces(module: nn.Module) -> bool:
-    """Whether a module was seen to be a block where images are cut into pieces."""
-    return bool(proofs().pieces) and _may_add(own_class(module)) and _signature(module) in proofs().pieces
+    None of a module that was not seen to cut any.
+    """
+    return proofs().splitters.get(_setting_key(module)) if _may_add(own_class(module)) else None
 
 
 def proven_embeddings(module: nn.Module) -> tuple[EmbeddingRow, ...]:
@@ -166,14 +164,14 @@ def prove(model: nn.Module, example: Example) -> list[Found]:
         calls = _run_seamed(model, usable, example, seen.output)
         adds = Counter(id(call.module) for call in seen.calls)
         found = [_as_run(block, adds[id(block.module)], calls) for block in found]
+        found = _with_images_first(model, found, example)
         for block in found:
-            if block.splitter is not None:  # what is around the block is to blame, not the block
-                proofs().splitters[_class_key(own_class(block.splitter))] = block.row.refused
-                proofs().pieces.add(_signature(block.module))
-                continue
-            proofs().add(_signature(block.module), block.row)
+            if block.splitter is not None:
+                proofs().splitters[_setting_key(block.splitter)] = block.row.refused
+            proofs().add(block_signature(block.module), block.row)
             proofs().classes.add(_class_key(own_class(block.module)))
         within = {id(m) for block in found for m in block.module.modules()}
+        within |= {id(block.splitter) for block in found}  # with other settings it may cut otherwise
         for module in model.modules():
             if id(module) not in within and _may_add(own_class(module)):
                 seen_as = proofs().quiet if id(module) in adds else proofs().unreached
@@ -191,6 +189,57 @@ def _as_run(block: Found, ran: int, joins_ran: dict[str, int]) -> Found:
     return replace(block, row=refused_row(block.module, reason))
 
 
+def _with_images_first(model: nn.Module, found: list[Found], example: Example) -> list[Found]:
+    """Blocks that see images in pieces, if they see those of the first image first; else refused.
+
+    Shown by a run on another image behind the example's.
+    """
+    inside = [block for block in found if block.row.pieces]
+    if not inside:
+        return found
+    alone, among = (_streams(model, inside, one) for one in (example, example.and_another()))
+    mixed = {
+        id(block.module)
+        for block, one, several in zip(inside, alone, among, strict=True)
+        if several is None or one is None or not _starts_with(several, one)
+    }
+    return [
+        replace(block, row=refused_row(block.module, _MIXED)) if id(block.module) in mixed else block
+        for block in found
+    ]
+
+
+_MIXED = "it sees pieces of images, and which of them are of one image could not be told"
+
+
+def _streams(model: nn.Module, found: list[Found], example: Example) -> list[Tensor | None]:
+    """The tokens that each block sees in its first call."""
+    seen: dict[int, Tensor] = {}
+    handles: list[Any] = []
+
+    def see(module: nn.Module, args: Any, kwargs: Any, place: int = 0) -> None:
+        seen.setdefault(id(module), [*args, *kwargs.values()][place].detach().clone())
+
+    try:
+        for block in found:
+            hook = functools.partial(see, place=block.row.stream)
+            handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
+        with torch.no_grad(), without_fast_path():
+            example.run(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [seen.get(id(block.module)) for block in found]
+
+
+def _starts_with(several: Tensor, one: Tensor) -> bool:
+    """Whether the first half is what is seen of the first image alone, and the other half is not."""
+    first, rest = several[: len(one)], several[len(one) :]
+    if not first.shape == rest.shape == one.shape:
+        return False
+    return bool((first - one).norm() < 0.1 * (rest - one).norm())
+
+
 def _run_seamed(model: nn.Module, found: list[Found], example: Example, expected: Any) -> dict[str, int]:
     """Run the model with its adds as joins and count these. Raises where the output is another one."""
     counts = {block.name: 0 for block in found}
@@ -205,13 +254,8 @@ def _run_seamed(model: nn.Module, found: list[Found], example: Example, expected
                 counts[name] += 1
 
             handles += [j.register_forward_hook(count) for j in block_joins(block.module, block.row)]
-        fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            with torch.no_grad():
-                output = example.run(model)
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
+        with torch.no_grad(), without_fast_path():
+            output = example.run(model)
     finally:
         for handle in handles:
             handle.remove()
@@ -290,7 +334,7 @@ def _has_tensors(module: nn.Module) -> bool:
     return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
-def _signature(block: nn.Module) -> str:
+def block_signature(block: nn.Module) -> str:
     """Of a block's structure: the classes in it with their sources, and the settings that lead their way."""
     parts: list[Any] = []
     for path, module in block.named_modules():
@@ -312,6 +356,12 @@ def _shallow_signature(module: nn.Module) -> str:
     children = [(name, own_class(child).__qualname__) for name, child in module.named_children()]
     text = repr((_class_key(own_class(module)), children))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _setting_key(module: nn.Module) -> str:
+    """Of a module's class and settings, whatever it is made of."""
+    text = repr((_class_key(own_class(module)), _settings(module)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:

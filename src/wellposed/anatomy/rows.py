@@ -6,7 +6,7 @@ that no optional library is imported to look one up.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -151,6 +151,8 @@ class BlockRow:
         refused: of a block that can be neither edited nor measured, a sentence that says why.
         causal: whether its tokens cannot look at those after them; None where that depends on its call, as in
             CLIP, whose text blocks are of the class of its image blocks.
+        pieces: whether it sees each image in several pieces, (B P, N, D): no operation there reaches all
+            tokens of an image.
     """
 
     family: str
@@ -164,6 +166,11 @@ class BlockRow:
     no_token_attention: str = ""
     refused: str = ""
     causal: bool | None = False
+    pieces: bool = False
+
+    def in_pieces(self, reason: str) -> "BlockRow":
+        """The same block where it sees images in pieces, so that no operation can go in."""
+        return replace(self, taps=no_taps(reason), pieces=True)
 
     @property
     def roles(self) -> tuple[Role, ...]:

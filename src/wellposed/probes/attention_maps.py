@@ -30,12 +30,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from wellposed.anatomy.layout import to_tokens
+from wellposed.anatomy.cores import at_least_float32
+from wellposed.anatomy.cores import attention_probabilities as attention_probabilities
 from wellposed.anatomy.masks import far_below, hidden_by
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.model import no_attention as no_attention
 from wellposed.linalg.precision import full_float32, without_autocast
-from wellposed.probes.observe import is_repeated, layout_of, padding_of, removing, stream_of
+from wellposed.probes.observe import is_repeated, padding_of, removing, stream_of, tokens_of
 
 See = Callable[[Block, Tensor], None]
 """Gets a block and attention probabilities (images, W, H, N, M), in at least float32."""
@@ -47,35 +48,6 @@ FROM_QK = "softmax of q k^T recomputed beside the fused kernel"
 FROM_SOFTMAX = "softmax output"
 FROM_SCORES = "softmax of the scores recomputed in float32"
 FROM_WEIGHTS = "weights of multi_head_attention_forward"
-
-
-def attention_probabilities(
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """softmax(q k^T scale + mask), with the arguments of ``scaled_dot_product_attention``.
-
-    As there, the row of a query that may look at nothing is zero.
-    """
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
-    with without_autocast(query), full_float32():
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        scores: Tensor = (_at_least_float32(query) * scale) @ _at_least_float32(key).mT
-        if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if attn_mask is None:
-            return scores.softmax(-1)
-        if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -math.inf)
-        else:
-            scores = scores + attn_mask
-        sees_nothing = (scores == -math.inf).all(-1, keepdim=True)
-        return scores.softmax(-1).masked_fill(sees_nothing, 0.0)
 
 
 @contextlib.contextmanager
@@ -118,12 +90,13 @@ class Source(NamedTuple):
     """How the probabilities that ``see`` is looking at were made.
 
     ``dtype`` is that of the model's q and k, or of its scores; ``order`` counts the attentions of a block,
-    from 0.
+    from 0. ``tells_heads`` is False where heads and windows lie on one axis, all of them shown as windows.
     """
 
     estimator: str
     dtype: torch.dtype
     order: int
+    tells_heads: bool = True
 
 
 class Rows(NamedTuple):
@@ -161,7 +134,7 @@ class AttentionWatch(TorchFunctionMode):
         self.silent: dict[int, Block] = {}
 
     def enter(self, block: Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        batch = to_tokens(stream_of(block, args, kwargs), layout_of(block)).shape[0]
+        batch = tokens_of(block, stream_of(block, args, kwargs)).shape[0]
         sampled = 0 if is_repeated(block) else min(batch, self.images - self._seen.get(block.index, 0))
         # Once is enough where a block holds another one.
         switch_on = sampled > 0 and not any(run.switched_on for run in self._runs)
@@ -221,11 +194,11 @@ class AttentionWatch(TorchFunctionMode):
     def _show(self, run: _Run, maps: "_Maps") -> None:
         axes = len(maps.shape)
         windows, rest = divmod(maps.shape[0], run.batch)
-        if rest or axes not in (3, 4, 5) or (axes != 4 and windows != 1):
+        if rest or axes not in (3, 4, 5) or (axes == 5 and windows != 1):
             raise ValueError(
-                f"expected attention of shape (B, H, N, M), (B W, H, N, M), (B, W, H, N, M) or (B, N, M) for "
-                f"B = {run.batch} images in {run.block.name} ({type(run.block.module).__name__}), "
-                f"got {tuple(maps.shape)}; give the heads an axis of their own."
+                "expected attention of shape (B, H, N, M), (B W, H, N, M), (B, W, H, N, M) or (B W H, N, M) "
+                f"for B = {run.batch} images in {run.block.name} ({type(run.block.module).__name__}), "
+                f"got {tuple(maps.shape)}; put the images first."
             )
         order, run.shown = run.shown, run.shown + 1
         padding = padding_of(run.block, _rows_of(maps.shape, run.batch))
@@ -235,16 +208,18 @@ class AttentionWatch(TorchFunctionMode):
             last = min(first + at_once, run.sampled)
             p = maps.rows(slice(first * windows, last * windows))
             if axes == 3:
-                p = p[:, None, None]
+                p = p.reshape(last - first, windows, 1, *p.shape[1:])
             elif axes == 4:
                 p = p.reshape(last - first, windows, *p.shape[1:])
             keys = maps.keys(slice(first * windows, last * windows)) if maps.keys is not None else None
-            if keys is not None and axes == 3 and keys.ndim == 2:
-                keys = keys[:, None, None]
+            if keys is not None and axes == 3:  # (images W or 1, N or 1), or one axis more in front
+                keys = keys.reshape(-1, keys.shape[-1])
+                keys = keys.reshape(-1, windows if len(keys) > 1 else 1, 1, keys.shape[-1])
             elif keys is not None and keys.ndim == 3:  # (images W or 1, H or 1, N or 1)
                 keys = keys.reshape(-1, windows if len(keys) > 1 else 1, *keys.shape[1:])
             of_these = padding[first:last] if isinstance(padding, Tensor) else padding
-            self.source, self.rows = Source(maps.estimator, maps.dtype, order), Rows(keys, of_these)
+            self.source = Source(maps.estimator, maps.dtype, order, axes != 3 or windows == 1)
+            self.rows = Rows(keys, of_these)
             self.see(run.block, p)
 
 
@@ -332,7 +307,7 @@ def _read_multi_head(out: tuple[Tensor, Tensor | None], *args: Any, **kwargs: An
         for name in ("attn_mask", "static_k", "static_v"):
             if call.get(name) is not None and call[name].ndim == 3:
                 few[name] = call[name][chosen.start * heads : chosen.stop * heads]
-        few = {name: _at_least_float32(x) for name, x in few.items()}
+        few = {name: at_least_float32(x) for name, x in few.items()}
         few |= {"training": False, "is_causal": False, "need_weights": True, "average_attn_weights": False}
         with without_autocast(query), full_float32():
             weights = functional.multi_head_attention_forward(**few)[1]
@@ -354,11 +329,6 @@ _READERS: dict[Any, Callable[..., _Maps | None]] = {
     Tensor.softmax: _read_softmax,
     functional.multi_head_attention_forward: _read_multi_head,
 }
-
-
-def _at_least_float32(x: Any) -> Any:
-    """Half precision as float32; everything else as it is."""
-    return x.float() if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _model_dtype(x: Tensor) -> torch.dtype:

@@ -150,7 +150,9 @@ class BoundsProbe:
         keys = self._watch.rows.keys
         if keys is not None and bool((keys < p.shape[-1]).any()):
             self._of[block.index].is_masked = True
-        if self._watch.source.order == 0:
+        if not self._watch.source.tells_heads:
+            self._of[block.index].attention = "its heads and windows lie on one axis and cannot be told apart"
+        elif self._watch.source.order == 0:
             self._of[block.index].see_attention(p)
 
     def records(self) -> list[Record]:

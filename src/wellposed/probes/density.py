@@ -181,7 +181,8 @@ class _Density:
             return
         where["note"] = f"{_range(self.keys)} keys"
         if self.windows != {1}:
-            where["note"] += f", {_range(self.windows)} windows"
+            what = "windows" if self.source.tells_heads else "windows and heads, which lie on one axis"
+            where["note"] += f", {_range(self.windows)} {what}"
         if self.is_padded:
             where["note"] += ", without padding"
         if self.skips_rows:
@@ -189,7 +190,7 @@ class _Density:
         where |= {"estimator": self.source.estimator, "dtype": dtype_name(self.source.dtype)}
         for measure, of_heads in zip(MEASURES, values, strict=True):
             yield self._record(measure, of_heads.mean(-1), **where)
-            if measure in _FOR_EACH_HEAD:
+            if measure in _FOR_EACH_HEAD and self.source.tells_heads:
                 for head, of_head in enumerate(of_heads.unbind(-1)):
                     yield self._record(measure, of_head, head=head, **where)
 

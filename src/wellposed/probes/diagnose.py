@@ -52,9 +52,9 @@ def diagnose(
     Args:
         model: any model of a known family, edited or not, compiled or wrapped in DDP or not, on any
             device. It is run in evaluation mode, inside autocast if the caller is.
-        images: a tensor (B, C, H, W); a folder; paths or PIL images; a DataLoader. For texts, sounds or
-            several inputs: a dict of what the model takes (``input_ids``, ``attention_mask``, ...), a tensor
-            of token ids, or a DataLoader of these. Padding does not count.
+        images: a tensor (B, C, H, W), of videos with one more axis; a folder; paths or PIL images; a
+            DataLoader. For texts, sounds or several inputs: a dict of what the model takes (``input_ids``,
+            ``attention_mask``, ...), a tensor of token ids, or a DataLoader of these. Padding does not count.
         what: ``"conditioning"``: kappa, ranks and spectrum of the tokens at each position of each block;
             ``"density"``: how near attention is to uniform; ``"bounds"``: kappa beside what the paper's
             propositions say, on 4 images; ``"jacobian"``: extreme singular values of the attention and

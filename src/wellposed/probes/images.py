@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from wellposed.anatomy.example import LIBRARIES
 from wellposed.interrupts import uninterrupted
 from wellposed.probes.image_sources import KEYS, Source, decode, pieces, reason, source_of
 from wellposed.probes.model_input import (
@@ -28,6 +29,7 @@ from wellposed.probes.model_input import (
     image_axis,
     is_of,
     model_transform,
+    takes_videos,
 )
 from wellposed.probes.named_inputs import NamedBatches, NamedInputs, as_named
 from wellposed.probes.observe import plain, preserved
@@ -61,12 +63,13 @@ def image_batches(
     """The images as batches; see :class:`ImageBatches`, for other inputs :class:`NamedBatches`.
 
     Args:
-        images: a float tensor (B, C, H, W), or the tokens that a model without a patch embedding takes; the
-            path of an image or of a folder; a list of paths, PIL images or tensors (C, H, W); a DataLoader, a
-            Dataset, or any iterable of images or batches. Of a tuple the first element counts, of a dict the
-            first of :data:`KEYS`. What an iterator has given is kept, to start over. For a model of texts,
-            of sounds or of several inputs: a dict of its arguments (token ids with their mask), a tensor of
-            token ids, or a DataLoader of these.
+        images: a float tensor (B, C, H, W), videos with one more axis for a model of videos, or the tokens
+            that a model without a patch embedding takes; the path of an image or of a folder; a list of
+            paths, PIL images or tensors (C, H, W); a DataLoader, a Dataset, or any iterable of images or
+            batches. Of a tuple the first element counts, of a dict the first of :data:`KEYS`. What an
+            iterator has given is kept, to start over. For a model of texts, of sounds or of several inputs:
+            a dict of its arguments (token ids with their mask), a tensor of token ids, or a DataLoader of
+            these.
         model: batches come on the device and in the dtype of its first floating parameter.
         batch_size: images in a batch; larger batches are split.
         limit: images in all. None is all of a tensor or a list, :data:`DEFAULT_LIMIT` of anything else.
@@ -156,9 +159,14 @@ class ImageBatches:
         self._channels, self._size = expected_channels(self._model), expected_size(self._model)
         self._mode = "L" if channels_of(self._model) == 1 else "RGB"
         is_encoder = isinstance(self._model, (nn.TransformerEncoder, nn.TransformerEncoderLayer))
-        is_3d = isinstance(images, Tensor) and images.ndim == 3
-        self._takes_tokens = is_encoder or (is_3d and not has_patch_embedding(self._model))
+        given = images.ndim if isinstance(images, Tensor) else 4
         self._axis = image_axis(self._model)
+        # Of a batch: tokens have 3 axes, images 4, videos 5.
+        self._axes = 4
+        if is_encoder or (given == 3 and not has_patch_embedding(self._model)):
+            self._axes = 3
+        elif takes_videos(self._model) or (given == 5 and not is_of(self._model, *LIBRARIES)):
+            self._axes = 5
         if isinstance(images, Tensor):
             self._check(images, is_batch=True)
 
@@ -203,12 +211,12 @@ class ImageBatches:
             raise ValueError(f"expected at least one image, found none in {self._source.what}{why}.")
 
     def _images(self) -> Iterator[Tensor]:
-        """One image (C, H, W), or the tokens (L, C) of one, at a time."""
+        """One image (C, H, W), video (four axes), or the tokens (L, C) of one, at a time."""
         for item in self._source.items:
             for piece in pieces(item):
                 if isinstance(piece, Tensor):
                     self._check(piece)
-                    is_batch = piece.ndim == (3 if self._takes_tokens else 4)
+                    is_batch = piece.ndim == self._axes
                     yield from piece.unbind(self._axis) if is_batch else (piece,)
                 elif (image := self._opened(piece)) is not None:
                     yield self._transformed(image)
@@ -239,15 +247,16 @@ class ImageBatches:
                 f"expected images in floating point, as the model takes them, got {x.dtype}; use "
                 "(x / 255 - mean) / std, or pass files or PIL images, which are preprocessed."
             )
-        axes = 3 if self._takes_tokens else 4
+        axes = self._axes
         if x.ndim != axes and (is_batch or x.ndim != axes - 1):
             tokens = "tokens (L, B, C)" if self._axis else "tokens (B, L, C)"
-            wanted = tokens if self._takes_tokens else "images (B, C, H, W)"
+            videos = "videos (B, T, C, H, W) or (B, C, T, H, W), as the model takes them"
+            wanted = {3: tokens, 4: "images (B, C, H, W)", 5: videos}[axes]
             remedy = f"; x.unsqueeze({self._axis}) makes a batch of one" if x.ndim == axes - 1 else ""
             raise ValueError(f"expected {wanted}, got a tensor of shape {_shape(x)}{remedy}.")
         if not x.numel():
             raise ValueError(f"expected at least one image, got a tensor of shape {_shape(x)}.")
-        if not self._takes_tokens:
+        if axes == 4:
             self._check_fits(*x.shape[-3:])
 
     def _check_fits(self, channels: int, height: int, width: int) -> None:
@@ -278,6 +287,11 @@ class ImageBatches:
             return None
 
     def _transformed(self, image: Image.Image) -> Tensor:
+        if self._axes == 5:
+            raise ValueError(
+                "expected videos, as the model takes them, got files or pictures; pass a tensor "
+                "(B, T, C, H, W) or (B, C, T, H, W), or a DataLoader of these."
+            )
         if self._transform is None:
             self._transform, self._how = model_transform(self._model)
         x = self._transform(image)

@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor, nn
 
+from wellposed.anatomy.example import MOST_CHANNELS
 from wellposed.anatomy.table import embedding_row
 from wellposed.probes.observe import plain
 
@@ -30,8 +31,10 @@ def expected_size(model: nn.Module) -> tuple[int, int] | None:
     model = plain(model)
     if not is_of(model, *_LIBRARIES):
         return None
+    first = _first_convolution(model)
     for module in model.modules():
-        if _insists_on_its_size(module):
+        # One with another convolution cuts patches of a later stage.
+        if _insists_on_its_size(module) and _first_convolution(module) in (None, first):
             size = _declared_size(module) or _declared_size(model)
             if size is not None:
                 return size
@@ -50,13 +53,20 @@ def has_patch_embedding(model: nn.Module) -> bool:
 
 
 def channels_of(model: nn.Module) -> int | None:
-    """Input channels of the first convolution of the patch embedding."""
-    embeddings = (module for module in model.modules() if embedding_row(module))
-    for embedding in embeddings:
-        for module in embedding.modules():
-            if isinstance(module, nn.Conv2d):
-                return module.in_channels
-    return None
+    """Input channels of the first convolution that could read images; None where there is none."""
+    first = _first_convolution(model)
+    return first.in_channels if first is not None and first.in_channels <= MOST_CHANNELS else None
+
+
+def _first_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d | None:
+    return next((module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Conv3d)), None)
+
+
+def takes_videos(model: nn.Module) -> bool:
+    """Whether a model of a library takes (B, T, C, H, W) or (B, C, T, H, W)."""
+    frames = getattr(getattr(model, "config", None), "num_frames", None)
+    is_three_dimensional = any(isinstance(module, nn.Conv3d) for module in model.modules())
+    return is_of(model, *_LIBRARIES) and (frames is not None or is_three_dimensional)
 
 
 def model_transform(model: nn.Module) -> tuple[Transform, str]:

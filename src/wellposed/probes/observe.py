@@ -16,7 +16,7 @@ from wellposed.anatomy.example import eagerly as eagerly
 from wellposed.anatomy.example import preserved as preserved
 from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.masks import mask_reader
-from wellposed.anatomy.model import Block, blocks
+from wellposed.anatomy.model import Block, blocks, refusal
 from wellposed.anatomy.seam import Join, block_joins, close_seam, is_open, open_seam
 from wellposed.errors import WrappedModelError
 from wellposed.interrupts import let_through, uninterrupted
@@ -61,7 +61,10 @@ def observed(model: nn.Module, example: Any = None) -> Iterator[list[Block]]:
     Compiled parts run eagerly meanwhile: compiled code would not see the hooks. Blocks that cannot be
     measured are not among them.
     """
-    found = [block for block in blocks(model, example) if not block.row.refused]
+    present = blocks(model, example)
+    found = [block for block in present if not block.row.refused]
+    if not found:
+        raise refusal(present)
     opened: list[Block] = []
     with uninterrupted():
         try:
@@ -103,9 +106,11 @@ class Calls:
         self._kinds = 1
         self._count: dict[int, int] = {}
         self._of: dict[int, Tensor | str | None] = {}
+        self.images = 1
 
-    def start(self, paddings: Iterable[Tensor] = (), kinds: int = 1) -> None:
-        """A new pass, with the paddings that were given, for so many kinds of inputs."""
+    def start(self, images: int, paddings: Iterable[Tensor] = (), kinds: int = 1) -> None:
+        """A new pass of so many images, with the paddings that were given, for so many kinds of inputs."""
+        self.images = images
         self._paddings, self._kinds = [x for x in paddings if x.any()], kinds
         self._count, self._of = {}, {}
 
@@ -114,7 +119,7 @@ class Calls:
         self._count[block.index] = count
         self.most[block.index] = max(count, self.most.get(block.index, 0))
         if count == 1:
-            texts, tokens = to_tokens(stream_of(block, args, kwargs), layout_of(block)).shape[:2]
+            texts, tokens = tokens_of(block, stream_of(block, args, kwargs)).shape[:2]
             own = self._readers[block.index].padding(args, kwargs, texts, tokens)
             self._of[block.index] = self._given(texts, tokens) if own is None else own if own.any() else None
 
@@ -203,7 +208,7 @@ class _InputHook:
         let_through()
         if is_repeated(self.block):
             return
-        self.see(self.block, "input", to_tokens(stream_of(self.block, args, kwargs), layout_of(self.block)))
+        self.see(self.block, "input", tokens_of(self.block, stream_of(self.block, args, kwargs)))
 
 
 class _JoinHook:
@@ -214,14 +219,22 @@ class _JoinHook:
         assert isinstance(join, Join)
         if is_repeated(self.block):
             return
-        layout = layout_of(self.block)
         skip, branch = args
         for part, x in (("skip", skip), ("branch", branch), ("sum", output)):
-            self.see(self.block, f"{join.name}.{part}", to_tokens(x, layout))
+            self.see(self.block, f"{join.name}.{part}", tokens_of(self.block, x))
 
 
 def layout_of(block: Block) -> Any:
     return block.row.layout_of(block.module)
+
+
+def tokens_of(block: Block, x: Tensor) -> Tensor:
+    """The tokens (B, N, D) of whole images in a tensor of a block."""
+    tokens = to_tokens(x, layout_of(block))
+    if not block.row.pieces:
+        return tokens
+    calls = _CALLS.get()
+    return tokens.reshape(1 if calls is None else calls.images, -1, tokens.shape[-1])
 
 
 def stream_of(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

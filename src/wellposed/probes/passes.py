@@ -38,9 +38,9 @@ def forward_passes(
                 watching.enter_context(probe.watching())
             for batch in batches:
                 let_through()
-                is_named = isinstance(batch, NamedInputs)
-                calls.start(*((batch.paddings, batch.kinds) if isinstance(batch, NamedInputs) else ()))
-                with without_fast_path() if is_named else contextlib.nullcontext():
+                named = batch if isinstance(batch, NamedInputs) else None
+                calls.start(len(batch), *((named.paddings, named.kinds) if named else ()))
+                with without_fast_path() if named else contextlib.nullcontext():
                     run(model, batch)
             let_through()
         return [calls.noted(record) for probe in probes for record in probe.records()]

@@ -23,7 +23,6 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
-from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.masks import mask_reader
 from wellposed.anatomy.model import Block, select
 from wellposed.anatomy.seam import Join, block_joins
@@ -32,7 +31,7 @@ from wellposed.interrupts import let_through, uninterrupted
 from wellposed.linalg.precision import without_autocast
 from wellposed.probes.images import Batch
 from wellposed.probes.named_inputs import as_dtype, run
-from wellposed.probes.observe import layout_of, observed, plain, removing, stream_of
+from wellposed.probes.observe import observed, plain, removing, stream_of, tokens_of
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def _captured_call(model: Any, image: Batch, block: Block) -> _Call:
 
     def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stream = stream_of(block, args, kwargs)
-        padding = masks.padding(args, kwargs, *to_tokens(stream, layout_of(block)).shape[:2])
+        padding = masks.padding(args, kwargs, *tokens_of(block, stream).shape[:2])
         if padding is not None and padding.any():
             raise ValueError(
                 f"expected a text without padding, got {int(padding.sum())} tokens of it at {block.name}: "
@@ -157,7 +156,7 @@ def _captured_call(model: Any, image: Batch, block: Block) -> _Call:
         run(model, image.clone() if isinstance(image, Tensor) else image.mapped(Tensor.clone))
     if not calls:
         raise ValueError(f"{block.name} was not run by this image; the model needs an input that reaches it.")
-    images = to_tokens(calls[0].stream, layout_of(block)).shape[0]
+    images = tokens_of(block, calls[0].stream).shape[0]
     if images != 1:
         raise ValueError(
             f"expected one image, got {images} at {block.name}; pass images[:1], or images[:, :1] to a model "

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from wellposed.anatomy.model import Block, BlockSelection, Place, embeddings, refuse_wrapped
+from wellposed.errors import NoMeaningError
 from wellposed.linalg import Precision
 from wellposed.linalg.spectral_plan import DEFAULT_TOLERANCE
 from wellposed.nn import PixelGraying, TokenGraying
@@ -108,8 +109,9 @@ def _patch_convolutions(model: nn.Module, example: Any) -> list[tuple[str, nn.Co
         convolution = embedding.patch_convolution()
         if isinstance(convolution, str):
             owner = embedding.name or type(model).__name__
-            raise ValueError(
-                f'where="pixels" has no meaning for {owner}: {convolution}; use where="embedding".'
+            raise NoMeaningError(
+                f'where="pixels" has no meaning for {owner}: {convolution}; use where="embedding".',
+                (convolution,),
             )
         found.append(convolution)
     return found

@@ -1,10 +1,10 @@
 """Uniform heads: attention that takes the mean of the values, in place."""
 
+import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from wellposed.anatomy.model import (
@@ -15,8 +15,12 @@ from wellposed.anatomy.model import (
     no_attention,
     plain_numbers,
     refuse_wrapped,
+    select,
 )
+from wellposed.anatomy.model import blocks as all_blocks
 from wellposed.anatomy.packed_query import no_packed_query
+from wellposed.anatomy.queries import FoundQuery, find_queries, is_of_library
+from wellposed.anatomy.reach import HeadChannels
 from wellposed.anatomy.rows import after
 from wellposed.anatomy.table import attention_row
 from wellposed.surgery.apply import insert_all
@@ -33,26 +37,15 @@ class ZeroQuery(nn.Module):
 
     Args:
         heads: which.
-        of: how many there are.
-        axis: of the heads: 1 of a query (B, H, N, D/H), -1 of (..., D).
-        parts: how many heads' widths that axis holds: H, or 3 H where keys and values follow the queries.
+        channels: where the heads lie in the query.
     """
 
-    def __init__(self, heads: tuple[int, ...], of: int, *, axis: int, parts: int) -> None:
+    def __init__(self, heads: tuple[int, ...], channels: HeadChannels) -> None:
         super().__init__()
-        self.heads, self.of, self.axis, self.parts = heads, of, axis, parts
+        self.heads, self.channels = heads, channels
 
     def forward(self, x: Tensor) -> Tensor:
-        # Made here, not kept: a buffer would be lost where a model is built on the meta device.
-        index = torch.arange(self.parts, device=x.device)
-        cut = index == self.heads[0]
-        for head in self.heads[1:]:
-            cut = cut | (index == head)
-        # Filled, not multiplied by zero: that would keep an infinity. The gradient is zero, not missing.
-        if self.axis == 1:
-            return x.masked_fill(cut[:, None, None], 0)
-        by_head = x.reshape(*x.shape[:-1], self.parts, -1)
-        return by_head.masked_fill(cut[:, None], 0).reshape(x.shape)
+        return self.channels.zeroed(x, self.heads)
 
     @property
     def settings(self) -> dict[str, list[int]]:
@@ -60,7 +53,7 @@ class ZeroQuery(nn.Module):
         return {"heads": list(self.heads)}
 
     def extra_repr(self) -> str:
-        return f"heads={list(self.heads)}, of={self.of}"
+        return f"heads={list(self.heads)}, of={self.channels.heads}"
 
 
 def uniform_heads(
@@ -74,7 +67,11 @@ def uniform_heads(
 
     The query of these heads becomes zero, so that all their logits are equal. The model's parameters stay
     what they are; those that made the queries and keys of these heads get a gradient of zero. Where
-    keys are of fewer tokens (PVT) the mean is over these, and a mask given to the model still holds.
+    keys are of fewer tokens (PVT) the mean is over these, and a mask still holds: in a causal model the mean
+    is over the tokens up to each.
+
+    Where the query is made is found by a run up to the first block of each kind, and proven on a copy of
+    that block; see :mod:`wellposed.anatomy.queries`.
 
     Args:
         model: any transformer, not yet compiled, sharded or replicated, whose attention has
@@ -96,7 +93,8 @@ def uniform_heads(
     """
     refuse_wrapped(model)
     wanted = plain_numbers(heads)
-    chosen = choose(model, blocks, _query, "a uniform head", example)
+    queries = _Queries(model, blocks, example)
+    chosen = choose(model, blocks, queries.of, "a uniform head", example)
     return insert_all(
         model,
         [
@@ -116,40 +114,82 @@ def uniform_heads_of(block: Block) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Query:
-    """Where the query of an attention is, and how its heads lie there (see :class:`ZeroQuery`)."""
+    """Where the query of an attention is, and how its heads lie there."""
 
     place: Place
-    heads: int
-    axis: int
-    parts: int
+    channels: HeadChannels
+
+    @property
+    def heads(self) -> int:
+        return self.channels.heads
 
     def zero(self, heads: tuple[int, ...]) -> ZeroQuery:
-        return ZeroQuery(heads, self.heads, axis=self.axis, parts=self.parts)
+        return ZeroQuery(heads, self.channels)
 
 
-def _query(block: Block) -> _Query | str:
-    """The query of a block's attention, or why its heads cannot be uniform."""
-    if reason := no_attention(block):
+class _Queries:
+    """The queries of a model's blocks, those that were taught and those that a run finds."""
+
+    def __init__(self, model: nn.Module, selection: BlockSelection, example: Any) -> None:
+        self.model, self.selection, self.example = model, selection, example
+
+    def of(self, block: Block) -> _Query | str:
+        """The query of a block's attention, or why its heads cannot be uniform."""
+        if reason := no_attention(block):
+            return reason
+        taught = _taught(block)
+        if taught is not None:
+            return taught
+        found = self._found[block.index]
+        if isinstance(found, str):
+            return _remedied(found, block)
+        layout = block.row.layout_of(block.module)
+        place = find_place(block.name, block.module, after(found.path), layout)
+        if isinstance(place.owner, nn.MultiheadAttention):
+            if reason := no_packed_query(place.owner):
+                return reason
+            place = replace(place, side="query")
+        return _Query(place, found.channels)
+
+    @functools.cached_property
+    def _found(self) -> dict[int, FoundQuery | str]:
+        chosen = select(all_blocks(self.model, self.example), self.selection)
+        wanted = [
+            block
+            for block in chosen
+            if not block.row.refused and not no_attention(block) and _taught(block) is None
+        ]
+        return find_queries(self.model, wanted, self.example)
+
+
+def _taught(block: Block) -> _Query | str | None:
+    """The query of an attention that was taught, or why it needs no run; None of another one."""
+    try:
+        name, attention = block.attention()
+    except ValueError:
+        return None
+    if isinstance(attention, nn.MultiheadAttention) and (reason := no_packed_query(attention)):
         return reason
-    name, attention = block.attention()
-    layout = block.row.layout_of(block.module)
-    if isinstance(attention, nn.MultiheadAttention):
-        heads = attention.num_heads
-        place = Place(name, attention, "query", layout)
-        return no_packed_query(attention) or _Query(place, heads, axis=-1, parts=3 * heads)
     row = attention_row(attention)
-    if isinstance(row, str):
+    if row is None or isinstance(row, str):
         return row
-    if row is None:
-        called = type(attention).__name__
-        return (
-            f"its attention is {called}, of which it is not known where the query is and whether anything "
-            f"else is on the logits; tell it with wellposed.anatomy.teach({called}, AttentionRow(...))"
-        )
+    place = find_place(name, attention, after(*row.query), block.row.layout_of(block.module))
     heads = int(getattr(attention, row.heads))
-    place = find_place(name, attention, after(*row.query), layout)
-    axis = 1 if row.heads_at == "axis 1" else -1
-    return row.refuses(attention) or _Query(place, heads, axis, parts=heads)
+    on_axis = HeadChannels(heads, axis=1, step=1, width=1)
+    channels = on_axis if row.heads_at == "axis 1" else HeadChannels(heads)
+    return row.refuses(attention) or _Query(place, channels)
+
+
+def _remedied(reason: str, block: Block) -> str:
+    """A reason with the way out for an attention of one's own."""
+    try:
+        attention = block.attention()[1]
+    except ValueError:
+        attention = block.module
+    if is_of_library(attention):
+        return reason
+    called = type(attention).__name__
+    return f"{reason}; tell it with wellposed.anatomy.teach({called}, AttentionRow(...))"
 
 
 def _picked(wanted: int | list[int], of: int, name: str) -> tuple[int, ...]:

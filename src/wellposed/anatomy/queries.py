@@ -1,0 +1,469 @@
+"""Where a block's queries are made, and which channels of which module belong to which head.
+
+Nothing is listed by class. The model runs up to the block, and a copy of the block with random weights runs
+on what came there. Gradients tell which channels of which module reach the logits of which head, and a second
+run of the copy proves it: with the query of a head at zero its weights are the same for all keys that a row
+may see, and the other heads' weights and all values are what they were. The weights are random because a bias
+that is zero at initialisation would not be seen.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from wellposed.anatomy.cores import Core, Finished, Seen, watching_cores
+from wellposed.anatomy.example import LIBRARIES, Example, eagerly, given_example, made_examples, preserved
+from wellposed.anatomy.model import Block
+from wellposed.anatomy.proof import as_built, block_signature, own_class, proofs
+from wellposed.anatomy.reach import HIDDEN, INSTEAD, TALKING, UNSEEN, HeadChannels, Heads, Reach
+from wellposed.interrupts import let_through
+
+BIASED = (
+    "its attention adds something besides q k^T to the logits, such as a relative position bias, so that a "
+    f"query of zeros does not weigh all tokens alike; {INSTEAD}"
+)
+CLASS = "the class token alone attends there, the edit is of attention among all tokens"
+NO_CORE = f"no softmax over tokens and product with values was seen in it; {INSTEAD}"
+_GIVE_EXAMPLE = "it takes a run of the model to find its query: give an input as example="
+_META = "it is on the meta device, where no run can find its query; edit it on another device"
+_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "h")
+
+
+@dataclass(frozen=True)
+class FoundQuery:
+    """The module whose output holds the query, by its path in the block, and where its heads are."""
+
+    path: str
+    channels: HeadChannels
+
+
+def find_queries(model: nn.Module, found: list[Block], example: Any = None) -> dict[int, FoundQuery | str]:
+    """For each block, by its index, where its query is, or why its heads cannot be made uniform.
+
+    Runs the model up to the first block of each kind that is not known yet.
+    """
+    known = {block.index: known_query(block.module) for block in found}
+    missing = [block for block in found if known[block.index] is None]
+    reason = _proven_by_runs(model, missing, example) if missing else ""
+    return {
+        block.index: known[block.index] or known_query(block.module) or reason or _NOT_REACHED
+        for block in found
+    }
+
+
+_NOT_REACHED = "the example did not reach it, so that it is not known where its query is"
+
+
+_OF_OWN: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+"""What was found of blocks of no library: a model of one's own may give them a bias from outside."""
+
+
+def known_query(block: nn.Module) -> FoundQuery | str | None:
+    """What a run has shown of such a block, None where there was none."""
+    row = proofs().queries.get(_kind(block)) if is_of_library(block) else _OF_OWN.get(block)
+    if row is None or "refused" in row:
+        return None if row is None else row["refused"]
+    return _scaled(row, block)
+
+
+def _proven_by_runs(model: nn.Module, missing: list[Block], example: Any) -> str:
+    """Find the queries of some blocks and remember them. Returns why there was no run, if there was none."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return _META
+    if example is not None:
+        runs = [("", model, given_example(model, example))]
+    else:
+        runs = made_examples(model)
+    if not runs:
+        return _GIVE_EXAMPLE
+    with preserved(model), eagerly(), as_built(model), torch.inference_mode(False), torch.no_grad():
+        model.eval()
+        for _, part, one in runs:
+            for block, args, kwargs in _calls(part, {_key(block): block for block in missing}, one):
+                row = _row(block, args, kwargs)
+                if is_of_library(block.module):
+                    proofs().queries[_key(block)] = row
+                else:
+                    _OF_OWN[block.module] = row
+    return ""
+
+
+def is_of_library(block: nn.Module) -> bool:
+    """Whether a module's class is one of timm, torchvision, transformers or torch."""
+    return own_class(block).__module__.partition(".")[0] in (*LIBRARIES, "torch")
+
+
+def _key(block: Block) -> str:
+    """One for all blocks of a kind; of one's own blocks each has its own."""
+    return _kind(block.module) if is_of_library(block.module) else block.name
+
+
+def _kind(block: nn.Module) -> str:
+    """Of a block's structure, and of what its configuration says of positions: they may come from outside."""
+    config = getattr(block, "config", None) or next(
+        (c for m in block.modules() if (c := getattr(m, "config", None)) is not None), None
+    )
+    settings = sorted(
+        f"{name}={value}"
+        for name, value in vars(config or object).items()
+        if isinstance(value, bool | str) and ("bias" in name or "position" in name)
+    )
+    return ",".join([block_signature(block), *settings])
+
+
+class _ReachedAllError(Exception):
+    """Ends a run once every block has been reached."""
+
+
+_Call = tuple[Block, tuple[Any, ...], dict[str, Any]]
+
+
+def _calls(model: nn.Module, wanted: dict[str, Block], example: Example) -> list[_Call]:
+    """The first call of each block, with copies of its arguments."""
+    calls: dict[str, _Call] = {}
+
+    def keep(key: str, args: Any, kwargs: Any) -> None:
+        calls.setdefault(key, (wanted[key], *copy.deepcopy((args, kwargs))))
+        if len(calls) == len(wanted):
+            raise _ReachedAllError
+
+    _run_up_to(model, wanted, example, keep)
+    return _with_learned_noise(model, list(calls.values()), example)
+
+
+def _run_up_to(
+    model: nn.Module, wanted: dict[str, Block], example: Example, see: Callable[[str, Any, Any], None]
+) -> None:
+    """Show the arguments of some blocks until ``see`` has seen enough."""
+    handles: list[Any] = []
+    try:
+        for key, block in wanted.items():
+
+            def hook(_: Any, args: Any, kwargs: Any, key: str = key) -> None:
+                let_through()
+                see(key, args, kwargs)
+
+            handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
+        example.run(model)
+    except _ReachedAllError:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _with_learned_noise(model: nn.Module, calls: list[_Call], example: Example) -> list[_Call]:
+    """The calls with noise for arguments that are learned and zero, as a bias at initialisation is.
+
+    A mask that hides nothing is zero too, but made of no parameter.
+    """
+    zero = {_key(block): block for block, *given in calls if any(map(_is_zero, tree_leaves(given)))}
+    if not zero:
+        return calls
+    learned: dict[str, list[bool]] = {}
+
+    def see(key: str, args: Any, kwargs: Any) -> None:
+        leaves = tree_leaves([args, kwargs])
+        learned.setdefault(key, [isinstance(x, Tensor) and x.requires_grad for x in leaves])
+        if len(learned) == len(zero):
+            raise _ReachedAllError
+
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        with torch.enable_grad():
+            _run_up_to(model, zero, example, see)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    return [(block, *_noised(args, kwargs, learned.get(_key(block)))) for block, args, kwargs in calls]
+
+
+def _noised(args: Any, kwargs: Any, learned: list[bool] | None) -> tuple[Any, dict[str, Any]]:
+    leaves, structure = tree_flatten([args, kwargs])
+    for number, x in enumerate(leaves):
+        if learned is not None and learned[number] and _is_zero(x):
+            leaves[number] = torch.randn_like(x)
+    args, kwargs = tree_unflatten(leaves, structure)
+    return args, kwargs
+
+
+def _is_zero(x: Any) -> bool:
+    return _is_floating(x) and not bool(x.any())
+
+
+def _row(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What is remembered of a block."""
+    try:
+        twin = _Twin(block, args, kwargs)
+        found = _found(twin)
+    except Exception as error:  # whatever a foreign block does with a copy of its input
+        return {"refused": f"a copy of it with random weights could not be run: {error}"}
+    if isinstance(found, str):
+        return {"refused": found}
+    return _relative(found, block.module, twin.size)
+
+
+class _Twin:
+    """A copy of a block with random weights, and one call of it."""
+
+    def __init__(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.size = 0
+        self.given: list[Tensor] = []
+        self.module = _randomised(copy.deepcopy(block.module))
+        self.args, self.kwargs = tree_map_only(Tensor, _wide, (args, kwargs))
+        attention = _attention_path(block)
+        self.attention = self.module.get_submodule(attention) if attention is not None else None
+
+    def run(self, *, gradients: bool = False) -> Seen:
+        args, kwargs = copy.deepcopy((self.args, self.kwargs))
+        if gradients:
+            self.given = [x for x in tree_leaves((args, kwargs)) if _is_floating(x)]
+            for x in self.given:
+                x.requires_grad_()
+            # A leaf cannot be changed in place, its copy can.
+            with torch.enable_grad():
+                args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+        with torch.set_grad_enabled(gradients), watching_cores(self.module) as seen:
+            self.module(*args, **kwargs)
+        return seen
+
+
+def _attention_path(block: Block) -> str | None:
+    """The path of the attention module in its block."""
+    try:
+        module = block.attention()[1]
+    except ValueError:
+        return None
+    return next((path for path, one in block.module.named_modules() if one is module), None)
+
+
+def _randomised(block: nn.Module) -> nn.Module:
+    for tensor in (*block.parameters(), *block.buffers()):
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            tensor.data = tensor.data.float()
+    block.train().eval()  # what is cached for evaluation is made again
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_(False)
+        if not parameter.is_floating_point():
+            continue
+        if "bias" in name:
+            parameter.normal_(std=0.3)
+        elif parameter.ndim < 2:
+            parameter.uniform_(0.5, 1.5)
+        else:
+            parameter.normal_(std=1.5 * max(parameter[0].numel(), 1) ** -0.5)
+    return block
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _found(twin: _Twin) -> FoundQuery | str:
+    """The query of a block's self-attention, proven, or why it cannot be used."""
+    seen = twin.run(gradients=True)
+    number, trouble = _only_core(seen, twin.attention)
+    if trouble:
+        return trouble
+    core = seen.cores[number]
+    if core.p.shape[-2] < 2:
+        return CLASS
+    if core.is_packed:
+        return _packed(twin, core)
+    trouble = UNSEEN
+    for one in _candidates(seen, core):
+        with torch.enable_grad():
+            heads = Reach(core, one.result, twin.given).heads()
+        if isinstance(heads, str):
+            trouble = heads if trouble == UNSEEN else trouble
+        elif _is_uniform(twin, seen, number, one, heads):
+            twin.size = one.result.shape[heads.channels.axis]
+            return FoundQuery(one.path, heads.channels)
+        else:
+            trouble = BIASED
+    return trouble
+
+
+def _packed(twin: _Twin, core: Core) -> FoundQuery | str:
+    """The queries of nn.MultiheadAttention, which come first in its packed weight."""
+    path, module = next((p, m) for p, m in twin.module.named_modules() if id(m) == core.within[-1])
+    if not isinstance(module, nn.MultiheadAttention):
+        return UNSEEN
+    if core.bias is not None and not bool(((core.bias == 0) | (core.bias < -HIDDEN)).all()):
+        return BIASED
+    width = module.embed_dim // module.num_heads
+    twin.size = 3 * module.embed_dim
+    return FoundQuery(path, HeadChannels(module.num_heads, -1, 0, width, width))
+
+
+def _only_core(seen: Seen, attention: nn.Module | None) -> tuple[int, str]:
+    """The number of the attention that is the block's own, and why there is no such one."""
+    numbers = list(range(len(seen.cores)))
+    if len(numbers) > 1 and attention is not None:
+        numbers = [n for n in numbers if id(attention) in seen.cores[n].within]
+    if not numbers:
+        return -1, NO_CORE
+    if len(numbers) > 1:
+        return -1, f"it attends {len(numbers)} times, and it is not known which one is meant; {INSTEAD}"
+    if seen.cores[numbers[0]].is_mixed:
+        return -1, TALKING
+    return numbers[0], ""
+
+
+def _candidates(seen: Seen, core: Core) -> Iterator[Finished]:
+    """Modules that ran once before queries and keys met, the last ones first."""
+    for one in reversed(seen.finished[: core.before]):
+        is_list = isinstance(one.module, nn.Sequential | nn.ModuleList)
+        if one.path and not is_list and seen.ran[id(one.module)] == 1 and one.result.requires_grad:
+            yield one
+
+
+def _is_uniform(twin: _Twin, plain: Seen, number: int, one: Finished, heads: Heads) -> bool:
+    """Whether zeros in the channels of a head make its weights uniform, and change nothing else."""
+    module = twin.module.get_submodule(one.path)
+    before = plain.cores[number]
+    last = heads.channels.heads - 1
+    for head in {0, last}:
+
+        def cut(_: Any, args: Any, output: Tensor, head: int = head) -> Tensor:
+            return heads.channels.zeroed(output, [head])
+
+        handle = module.register_forward_hook(cut)
+        try:
+            seen = twin.run()
+        finally:
+            handle.remove()
+        if len(seen.cores) != len(plain.cores) or not _is_as_claimed(before, seen.cores[number], heads, head):
+            return False
+    return True
+
+
+def _is_as_claimed(before: Core, after: Core, heads: Heads, head: int) -> bool:
+    sees = before.p > 0
+    share = sees / sees.sum(-1, keepdim=True).clamp(min=1)
+    expected = before.p.detach().clone()
+    indices = heads.indices[head]
+    if heads.axis is None:
+        expected = share
+    else:
+        for index in indices:
+            expected.select(heads.axis, index).copy_(share.select(heads.axis, index))
+    same = all(
+        a is None or (b is not None and a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6))
+        for a, b in ((before.value, after.value), (before.key, after.key))
+    )
+    return same and torch.allclose(after.p, expected.to(after.p.dtype), rtol=1e-5, atol=1e-7)
+
+
+def _relative(found: FoundQuery, block: nn.Module, size: int) -> dict[str, Any]:
+    """A query without its sizes, as far as they are known from the block itself."""
+    channels = found.channels
+    owner, attribute = _count_of_heads(block, found)
+    parts = None
+    if channels.step is not None and not (channels.axis != -1 and (channels.step, channels.width) == (1, 1)):
+        assert channels.width is not None
+        parts = [
+            [f.numerator, f.denominator]
+            for f in (
+                Fraction(channels.start, size),
+                Fraction(channels.step * channels.heads, size),
+                Fraction(channels.width, channels.step),
+            )
+        ]
+    return {
+        "path": found.path,
+        "axis": channels.axis,
+        "parts": parts,
+        "heads": f"{owner}:{attribute}" if attribute else "",
+        "shapes": _shapes(block, found.path),
+        "exact": None if attribute else _exact(block, found),
+    }
+
+
+def _exact(block: nn.Module, found: FoundQuery) -> dict[str, Any]:
+    """The numbers themselves, for a block that does not say how many heads it has."""
+    channels = found.channels
+    return {
+        "numbers": [channels.heads, channels.start, channels.step, channels.width],
+        "sizes": [list(parameter.shape) for parameter in block.parameters()],
+    }
+
+
+def _scaled(row: dict[str, Any], block: nn.Module) -> FoundQuery | None:
+    """A remembered query in a block of another size, None where its proportions are others."""
+    if row["exact"] is not None:
+        if row["exact"]["sizes"] != [list(parameter.shape) for parameter in block.parameters()]:
+            return None
+        heads, start, step, width = row["exact"]["numbers"]
+        return FoundQuery(row["path"], HeadChannels(heads, row["axis"], start, step, width))
+    if row["shapes"] != _shapes(block, row["path"]):
+        return None
+    owner, _, attribute = row["heads"].partition(":")
+    heads = _attribute(block.get_submodule(owner), attribute)
+    if not isinstance(heads, int):
+        return None
+    if row["parts"] is None:
+        return FoundQuery(row["path"], HeadChannels(heads, row["axis"], 0, 1, 1))
+    size = _outputs(block.get_submodule(row["path"]))
+    if size is None:
+        return None
+    start, span, width = (Fraction(*part) for part in row["parts"])
+    step = span * size / heads
+    if any(x.denominator != 1 for x in (start * size, step, step * width)):
+        return None
+    channels = HeadChannels(heads, row["axis"], int(start * size), int(step), int(step * width))
+    return FoundQuery(row["path"], channels)
+
+
+def _outputs(module: nn.Module) -> int | None:
+    if isinstance(module, nn.MultiheadAttention):
+        return 3 * int(module.embed_dim)
+    for name in ("out_features", "nf", "out_channels", "num_features"):
+        if isinstance(size := getattr(module, name, None), int):
+            return size
+    return None
+
+
+def _count_of_heads(block: nn.Module, found: FoundQuery) -> tuple[str, str]:
+    """A module around the query, and the attribute of it that says how many heads there are."""
+    module = block.get_submodule(found.path)
+    needs_size = found.channels.axis == -1 or (found.channels.step, found.channels.width) != (1, 1)
+    if needs_size and _outputs(module) is None:
+        return "", ""
+    path = found.path
+    while True:
+        if not isinstance(module, nn.MultiheadAttention) or path != found.path:
+            path = path.rpartition(".")[0]
+        owner = block.get_submodule(path)
+        for attribute in (*_COUNTS, *(f"config.{name}" for name in _COUNTS)):
+            if _attribute(owner, attribute) == found.channels.heads:
+                return path, attribute
+        if not path:
+            return "", ""
+
+
+def _attribute(owner: Any, path: str) -> Any:
+    for name in path.split("."):
+        owner = getattr(owner, name, None)
+    return owner
+
+
+def _shapes(block: nn.Module, path: str) -> list[str]:
+    """The proportions of the weights beside the query's: of one module in other sizes they are the same."""
+    parent = block.get_submodule(path.rpartition(".")[0])
+    shapes = [tuple(p.shape[:2]) for p in parent.parameters() if p.ndim >= 2]
+    unit = max(shapes[0][1], 1) if shapes else 1
+    return [":".join(str(Fraction(size, unit)) for size in shape) for shape in shapes]
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
