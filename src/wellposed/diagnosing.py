@@ -13,7 +13,7 @@ from wellposed.environment import without_secrets
 from wellposed.models import build, describe_weights, has_random_weights
 from wellposed.probes.diagnosis import Diagnosis
 from wellposed.probes.image_sources import source_of
-from wellposed.train.model import apply_edits
+from wellposed.train.edits import apply_edits
 from wellposed.train.recipe import Recipe
 from wellposed.train.runs import IMAGES, RECIPE, open_run
 

@@ -1,7 +1,7 @@
 """Files from elsewhere, read within limits, and files of ours, which are whole or not there.
 
 A file may be cut, made by hand, or made to do harm: nested a thousandfold, a pipe that never ends. What
-cannot be read is a ``ValueError`` with the reason.
+cannot be read is a ``ValueError`` with the reason. A folder can be held, for one program at a time.
 
 >>> parse_json("[" * 100_000)
 Traceback (most recent call last):
@@ -10,10 +10,12 @@ ValueError: it is nested too deeply
 
 import contextlib
 import csv
+import fcntl
 import json
 import os
 import re
 import stat
+import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -145,3 +147,59 @@ def _cell(value: Any) -> Any:
 
 
 _NUMBER = re.compile(r"[-+]?[0-9.]+([eE][-+]?[0-9]+)?")
+
+
+PATIENCE = 15.0
+"""Seconds. Processes that read images for a killed training take some to notice, and hold on so long."""
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path, patience: float = 0.0) -> Iterator[int]:
+    """Hold a folder that exists, until the end of the block or of the process.
+
+    The lock is on the folder itself and leaves no file. Where the file system has no locks, nothing is held.
+
+    Args:
+        folder: which.
+        patience: seconds to wait for who holds it.
+
+    Yields:
+        The lock. Children that inherit it hold it too: when their parent is killed, until they have ended.
+
+    Raises:
+        BlockingIOError: another one holds it.
+    """
+    until = time.monotonic() + patience
+    while True:
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            _take(lock, folder, until)
+            if not _is_still(lock, folder):
+                continue  # who held it has replaced the folder: this is the lock of one that is gone
+            yield lock
+            return
+        finally:
+            os.close(lock)
+
+
+def _is_still(lock: int, folder: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(lock), os.stat(folder))
+    except FileNotFoundError:
+        return False
+
+
+def _take(lock: int, folder: Path, until: float) -> None:
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() > until:
+                raise BlockingIOError(
+                    f"another training or sweep, or a run that one has left behind, still works in {folder}; "
+                    "wait for it, or choose another --out."
+                ) from error
+            time.sleep(0.2)
+        except OSError:
+            return

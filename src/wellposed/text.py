@@ -1,7 +1,8 @@
 """Plain text: tables, and block indices as people write them."""
 
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
@@ -18,6 +19,37 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
         "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def closest(name: object, known: Iterable[object], cutoff: float = 0.5) -> str | None:
+    """The known name that is most like another, if one is."""
+    found = difflib.get_close_matches(str(name), list(map(str, known)), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def nearest(name: object, known: Iterable[object], cutoff: float = 0.5) -> str:
+    """The end of an error message about a name that is not known.
+
+    >>> nearest("epoch", ["epochs", "lr"]), nearest("x", ["epochs", "lr"])
+    ("; did you mean 'epochs'?", '.')
+    """
+    close = closest(name, known, cutoff)
+    return f"; did you mean {close!r}?" if close else "."
+
+
+def byte_count(size: int | str) -> int:
+    """Bytes of a number or a text.
+
+    >>> byte_count(500), byte_count("2GB"), byte_count("1.5 MiB")
+    (500, 2000000000, 1572864)
+    """
+    if isinstance(size, int):
+        return size
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B\s*", size, re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"expected bytes or a text such as 2GB or 500MiB, got {size!r}.")
+    power = " KMGT".index(found[2].upper() or " ")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 MOST_INDICES = 100_000

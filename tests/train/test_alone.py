@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from short_runs import recipe, run
-from wellposed.train import durable as alone
+from wellposed import files as alone
 from wellposed.train import fitting
 from wellposed.train.loop import Loop
 from wellposed.train.recipe_file import write_recipe

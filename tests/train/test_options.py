@@ -4,15 +4,14 @@ import dataclasses
 import tomllib
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from wellposed.cli import app
 from wellposed.train.options import assignments, parse, values
 from wellposed.train.recipe import Recipe
-from wellposed.train.recipe_file import combine
+from wellposed.train.recipe_file import combine, recipe_text
 
-FIELDS = [field for field in dataclasses.fields(Recipe) if field.name != "model_options"]
+FIELDS = [field for field in dataclasses.fields(Recipe) if field.name not in ("model_options", "edits")]
 
 
 def as_text(value: object) -> str:
@@ -48,6 +47,7 @@ def test_help_shows_every_field_with_its_choices_and_default() -> None:
             assert "--no-" + field.name.replace("_", "-") in line
     assert "[svd|dct|spectral|condition]" in lines["--graying"]
     assert "KEY=VALUE" in lines["--model-option"]
+    assert "gray_tokens eps=0.7 where=pixels" in lines["--edit"]
     for group in {field.metadata["group"] for field in FIELDS}:
         assert f"─ {group} ─" in help_text
 
@@ -77,7 +77,7 @@ def test_every_kind_of_option() -> None:
 
 
 def test_only_what_was_given_goes_over_the_file(tmp_path) -> None:
-    file = tmp_path / "mine.yaml"
+    file = tmp_path / "mine.toml"
     # Each value differs from the default, so that a flag's own default would show.
     own = Recipe(
         epochs=7,
@@ -90,7 +90,7 @@ def test_only_what_was_given_goes_over_the_file(tmp_path) -> None:
         skip_unreadable=True,
         model_options={"depth": 2},
     )
-    file.write_text(yaml.safe_dump(own.to_mapping()))
+    file.write_text(recipe_text(own))
     assert dry_run(file) == own
     changed = dataclasses.replace(own, lr=0.25, graying=None)
     assert dry_run(file, "--lr", 0.25, "--graying", "none") == changed

@@ -32,7 +32,6 @@ recipe, folder = tomllib.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[3])
 does = recipe["data"]
 with (folder / "calls.txt").open("a") as calls:
     calls.write(f"{os.environ.get('OMP_NUM_THREADS')}\\n")
-(folder / "priority").write_text(str(os.environ.get("CUDA_MPS_CLIENT_PRIORITY")))
 print("training", folder.name)
 with (folder / "run.jsonl").open("a") as log:
     log.write(json.dumps({"event": "start", "update": 0, "updates": 40}) + "\\n")
@@ -180,21 +179,6 @@ def test_so_many_run_beside_each_other(sweep, monkeypatch, jobs, sees) -> None:
     assert (sweep.out / "a" / "calls.txt").read_text() == f"{threads}\n"
 
 
-def test_short_runs_leave_the_gpu_to_long_ones(sweep, monkeypatch) -> None:
-    monkeypatch.delenv("CUDA_MPS_CLIENT_PRIORITY", raising=False)
-    recipes = {name: Recipe(data="ok", epochs=epochs) for name, epochs in {"a": 15, "b": 15, "c": 50}.items()}
-    sweep(**recipes)
-    assert [(sweep.out / name / "priority").read_text() for name in "abc"] == ["1", "1", "None"]
-
-
-def test_runs_of_equal_length_and_the_users_own_priority_stay(sweep, monkeypatch) -> None:
-    monkeypatch.delenv("CUDA_MPS_CLIENT_PRIORITY", raising=False)
-    sweep(a="ok", b="ok")
-    monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", "0")
-    sweep(c=Recipe(data="ok", epochs=15), d=Recipe(data="ok", epochs=50))
-    assert [(sweep.out / name / "priority").read_text() for name in "abcd"] == ["None", "None", "0", "0"]
-
-
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """A shell's background jobs ignore SIGINT, and so would the sweep."""
@@ -286,13 +270,13 @@ def test_two_sweeps_do_not_share_a_folder(sweep, tmp_path) -> None:
 
 def test_which_recipes(tmp_path) -> None:
     out = tmp_path / "set" / "out"
-    for name in ("set/a.toml", "set/deep/b.yaml", "set/notes.md", "set/out/old.toml", "single.toml"):
+    for name in ("set/a.toml", "set/deep/b.toml", "set/notes.md", "set/out/old.toml", "single.toml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     found = find_recipes(
         [tmp_path / "set", tmp_path / "single.toml", tmp_path / "set" / "a.toml"], without=out
     )
-    assert [file.name for file in found] == ["a.toml", "b.yaml", "single.toml"]
+    assert [file.name for file in found] == ["a.toml", "b.toml", "single.toml"]
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"expected recipes in .*empty, got none"):
         find_recipes([tmp_path / "empty"], without=out)

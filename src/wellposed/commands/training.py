@@ -16,7 +16,7 @@ from wellposed.train.recipe_file import combine, read_recipe, recipe_text
 def train(
     recipe: Annotated[
         Path | None,
-        typer.Argument(metavar="[RECIPE]", help="A .toml or .yaml file; the options go over what it says."),
+        typer.Argument(metavar="[RECIPE]", help="A .toml file; the options go over what it says."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run; one that holds an interrupted run goes on.")

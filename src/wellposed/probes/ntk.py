@@ -22,7 +22,6 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
-from accelerate.utils.modeling import convert_file_size_to_int
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -37,6 +36,7 @@ from wellposed.probes.ntk_rows import RowFunction, as_function, gram_matrices
 from wellposed.probes.observe import plain, preserved
 from wellposed.probes.parameter_groups import GroupBy, parameter_groups
 from wellposed.records import Record
+from wellposed.text import byte_count
 
 __all__ = ["NTK", "KernelSpectrum", "Outputs", "kernel_spectrum", "ntk", "ntk_spectrum"]
 
@@ -161,7 +161,7 @@ def _bytes(limit: int | str) -> int:
     if isinstance(limit, bool) or not isinstance(limit, (int, str)):
         raise TypeError(f'memory_limit must be bytes or a text like "2GB", got {type(limit).__name__}.')
     try:
-        number = int(convert_file_size_to_int(limit))
+        number = byte_count(limit)
     except ValueError as error:
         raise ValueError(
             f'memory_limit must be bytes or a text like "2GB" or "500MiB", got {limit!r}.'

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from wellposed.anatomy.example import eagerly as eagerly
 from wellposed.anatomy.example import preserved as preserved
@@ -37,8 +37,21 @@ def plain(model: nn.Module) -> nn.Module:
                 f"cannot look into a {kind}: its blocks are not modules with parameters of their own; "
                 "diagnose the model it was made from, or shard with fully_shard (FSDP2)."
             )
-    inner: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
-    return inner
+    return unwrapped(model)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside ``torch.compile``, DDP, DataParallel and DeepSpeed's engine, one in the other."""
+    while True:
+        compiled = model._modules.get("_orig_mod")
+        if compiled is not None:
+            model = compiled
+        elif isinstance(model, (DistributedDataParallel, DataParallel)):
+            model = model.module
+        elif type(model).__name__ == "DeepSpeedEngine":
+            model = cast(nn.Module, model.module)
+        else:
+            return model
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Iterable
 
 from wellposed.study.plan import Study
-from wellposed.train.recipe import nearest
+from wellposed.text import nearest
 
 MODULES = {
     "skip-ablation": "trained.skip_ablation",

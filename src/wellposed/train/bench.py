@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from wellposed.text import aligned
@@ -30,6 +29,9 @@ from wellposed.train.model import build_model
 from wellposed.train.recipe import Recipe
 from wellposed.train.resolve import make_accelerator, resolve, resolve_for
 from wellposed.train.tasks import make_task
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 WARM_UP = 12
 CLASSES = 10
@@ -158,7 +160,7 @@ def _random_data(recipe: Recipe) -> ImageData:
     return ImageData("random", tuple(map(str, range(CLASSES))), split, test, 3, side, True)
 
 
-def _loop(recipe: Recipe, data: ImageData, accelerator: Accelerator, folder: Path) -> Loop:
+def _loop(recipe: Recipe, data: ImageData, accelerator: "Accelerator", folder: Path) -> Loop:
     built = build_model(recipe, len(data.classes), data.channels)
     recipe = resolve_for(recipe, built.model)
     assert recipe.image_size is not None

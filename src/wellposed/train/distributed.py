@@ -14,13 +14,13 @@ store in which the dead ones left their addresses, and the new ones may try to r
 has its own corner of the store.
 """
 
+import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import get_int_from_env
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
@@ -181,7 +181,17 @@ _MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 def started_processes() -> int:
     """How many processes the launcher says that it has started; 1 without a launcher."""
-    return int(get_int_from_env(["WORLD_SIZE", *_MPI], 1))
+    told = (os.environ.get(name, "-1") for name in ("WORLD_SIZE", *_MPI))
+    return next((int(count) for count in told if int(count) >= 0), 1)
+
+
+def require_accelerate() -> None:
+    """Training needs it; edits, diagnoses and reports do not."""
+    if importlib.util.find_spec("accelerate") is None:
+        raise ImportError(
+            "training needs accelerate, which is not installed; install it with: "
+            "pip install 'wellposed[train]'"
+        )
 
 
 def join_processes(device: str | None) -> None:

@@ -1,13 +1,4 @@
-"""The calls of wellposed that put a recipe's edits into a model, as Python text.
-
->>> from wellposed.train.recipe import Recipe
->>> edit_calls(Recipe(remove_skips="ffn", skip_blocks="0,2-3"), [])
-['wp.remove_skips(model, "ffn", blocks=[0, 2, 3])']
-
-The README.md beside trained weights: what they are, how good, how to load them, how to make them again.
-
-Trained weights as a folder that plain timm loads, with a model card and the recipe.
-"""
+"""Trained weights as a folder that plain timm loads, with a model card (README.md) and the recipe."""
 
 import dataclasses
 import json
@@ -22,64 +13,14 @@ from torch import Tensor
 
 from wellposed.environment import without_secrets
 from wellposed.models import timm_architecture
-from wellposed.surgery.gray import KIND as GRAY
 from wellposed.surgery.record import Edit, Edits
-from wellposed.text import indices
 from wellposed.train import durable
 from wellposed.train.checkpoint import file_hash
 from wellposed.train.durable import replaced
+from wellposed.train.edits import calls, code_of
 from wellposed.train.log import plain
 from wellposed.train.recipe import Recipe
 from wellposed.train.recipe_file import recipe_text
-
-
-def edit_calls(recipe: Recipe, edits: Sequence[Edit]) -> list[str]:
-    """One line of Python a call, for a model called ``model``.
-
-    The power of the graying is that of the edits, since it may have changed during training.
-    """
-    calls = _gray_calls(recipe, [edit for edit in edits if edit.kind == GRAY]) if recipe.graying else []
-    if recipe.broadcast is not None:
-        scaled = ", scaled=True" if recipe.broadcast == "cb_s" else ""
-        blocks = _blocks(recipe.broadcast_blocks)
-        calls.append(f'wp.broadcast_context(model, "{recipe.broadcast_where}"{scaled}{blocks})')
-    if recipe.remove_skips is not None:
-        calls.append(f'wp.remove_skips(model, "{recipe.remove_skips}"{_blocks(recipe.skip_blocks)})')
-    if recipe.uniform_heads:
-        calls.append(f"wp.uniform_heads(model, {recipe.uniform_heads}{_blocks(recipe.uniform_blocks)})")
-    return calls
-
-
-def _gray_calls(recipe: Recipe, edits: Sequence[Edit]) -> list[str]:
-    has_power = recipe.graying != "condition" and recipe.target_kappa is None
-    of_eps: dict[float | None, list[int]] = {}
-    for edit in edits:
-        eps = _eps(edit) if has_power else None
-        of_eps.setdefault(eps, []).extend([] if edit.block is None else [edit.block])
-    if not of_eps:
-        raise ValueError(f"the recipe has graying={recipe.graying}, but the model's edits have none.")
-    blocks = _blocks(recipe.gray_blocks)
-    rest = "" if recipe.target_kappa is None else f", target_kappa={recipe.target_kappa!r}"
-    rest += "" if recipe.gray_floor is None else f", floor={recipe.gray_floor!r}"
-    calls = []
-    for eps, of_this_eps in of_eps.items():
-        if len(of_eps) > 1:
-            blocks = f", blocks={of_this_eps}"
-        where = f'where="{recipe.gray_where}"{blocks}'
-        calls.append(f'wp.gray_tokens(model, {eps}, "{recipe.graying}", {where}{rest})')
-    return calls
-
-
-def _eps(edit: Edit) -> float:
-    eps = edit.settings.get("eps")
-    if not isinstance(eps, float):
-        raise ValueError(f"expected the eps of a graying in {edit}.")
-    return eps
-
-
-def _blocks(text: str | None) -> str:
-    return "" if text is None else f", blocks={indices(text)}"
-
 
 _ALWAYS = ("data", "model", "epochs", "batch_size", "optimizer", "lr", "weight_decay", "schedule", "seed")
 _MOST_CLASSES = 30
@@ -179,7 +120,7 @@ def _load(exported: Exported) -> list[str]:
             f'From timm {FIRST_LOCAL_DIR} on the folder is enough, `"local-dir:PATH"` from elsewhere:',
             '```python\nimport timm\n\nmodel = timm.create_model("local-dir:.", pretrained=True).eval()\n```',
         ]
-    calls = "\n".join(edit_calls(exported.recipe, exported.edits))
+    calls = "\n".join(code_of(exported.recipe, exported.edits))
     return [
         "## Edits",
         "The model was trained with these edits. They change what it computes, so the accuracy above holds "
@@ -200,7 +141,7 @@ def _is_of_wellposed(name: str) -> bool:
 
 def _without_wellposed(exported: Exported) -> str:
     text = "timm alone builds the model without the edits, which is another function with the same weights. "
-    if exported.recipe.broadcast == "cb_s":
+    if any(call.argument("scaled") for call in calls(exported.recipe)):
         return text + (
             "CB_S also has learned scales, which timm has no place for: `load_state_dict(..., strict=False)` "
             "leaves them out, and `timm.create_model(..., pretrained=True)` refuses the file."

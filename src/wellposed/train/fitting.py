@@ -11,19 +11,19 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
 from wellposed.environment import environment
+from wellposed.files import PATIENCE, alone_in
 from wellposed.train.batches import EvalBatches, TrainBatches, make_batches
 from wellposed.train.batches.order import generators_kept, slot_positions
 from wellposed.train.checkpoint import Store
-from wellposed.train.distributed import from_first, is_first, rank, wait_for_all, world
-from wellposed.train.durable import PATIENCE, alone_in, recover
+from wellposed.train.distributed import from_first, is_first, rank, require_accelerate, wait_for_all, world
+from wellposed.train.durable import recover
 from wellposed.train.export import export_weights
 from wellposed.train.guard import without_cudnn_attention
 from wellposed.train.log import best_accuracy
@@ -37,6 +37,9 @@ from wellposed.train.resolve import Prepared, make_accelerator, prepare, settled
 from wellposed.train.runs import default_folder, open_folder, write_environment
 from wellposed.train.tasks import Task, make_task
 from wellposed.train.training_state import Exporter, Weights
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ def fit(
         console: to print on; None is standard error.
     """
     console = Console(stderr=True, quiet=quiet) if console is None or quiet else console
+    require_accelerate()
     trackers = tracker_names(recipe)
     check_optimizer(recipe)
     with generators_kept(), without_cudnn_attention():
@@ -92,7 +96,7 @@ def fit(
 
 def _run(
     prepared: Prepared,
-    accelerator: Accelerator,
+    accelerator: "Accelerator",
     folder: Path,
     overwrite: bool,
     console: Console,
@@ -127,7 +131,7 @@ def _run(
 
 def _train(
     prepared: Prepared,
-    accelerator: Accelerator,
+    accelerator: "Accelerator",
     folder: Path,
     train: TrainBatches,
     test: EvalBatches,

@@ -19,10 +19,9 @@ import threading
 import time
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from accelerate import Accelerator
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -60,6 +59,9 @@ from wellposed.train.recipe import Recipe
 from wellposed.train.reporter import Reporter
 from wellposed.train.tasks import Task, Tested, evaluate
 from wellposed.train.training_state import Exporter, Progress, Saver, Weights
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 USUAL = 100
 """Updates between two measurements where nothing else is said."""
@@ -251,7 +253,7 @@ class Loop:
         module: nn.Module,
         train: TrainBatches,
         test: EvalBatches,
-        accelerator: Accelerator,
+        accelerator: "Accelerator",
         store: Store,
         exporter: Exporter,
         monitor_images: Tensor | None,
@@ -268,7 +270,7 @@ class Loop:
         self.updates = recipe.epochs * train.updates_per_epoch
         self.ema = None if recipe.ema is None else ModelEmaV3(task.module, decay=recipe.ema, use_warmup=True)
         averaged = [] if self.ema is None else [self.ema.module]
-        self.eps = EpsSchedule([task.module, *averaged], recipe, self.updates)
+        self.eps = EpsSchedule([task.module, *averaged], self.updates)
         waits = self.device.type == "cpu" or not takes_flag(self.optimizer) or self.ema is not None
         goes_on = recipe.on_nonfinite == "skip"
         self.guard = Guard(task.module, self.optimizer, self.device, goes_on=goes_on, on_host=waits)

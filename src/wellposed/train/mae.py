@@ -60,6 +60,7 @@ from wellposed.anatomy.model import Embedding, refuse_wrapped
 from wellposed.anatomy.table import embedding_row
 from wellposed.probes.observe import plain, preserved
 from wellposed.train.batches.order import Purpose, generator
+from wellposed.train.edits import grayings
 from wellposed.train.recipe import Recipe
 
 _FLOOR = 1e-6
@@ -306,10 +307,11 @@ def check_mae(model: nn.Module, mask_ratio: float | None = None) -> VisionTransf
 
 def mae_warnings(recipe: Recipe) -> list[str]:
     """What makes a masked pre-training less than it seems, in sentences."""
-    if recipe.task != "mae" or recipe.graying is None or recipe.gray_where == "blocks":
+    mixing = [call.argument("where") for call in grayings(recipe) if call.argument("where") != "blocks"]
+    if recipe.task != "mae" or not mixing:
         return []
     return [
-        f"gray_where={recipe.gray_where} mixes all patches before some are hidden: the visible tokens hold "
+        f"gray_where={mixing[0]} mixes all patches before some are hidden: the visible tokens hold "
         "something of the hidden ones, and the task is easier than it should be. "
         "gray_where=blocks gray_blocks=0 grays the visible tokens only."
     ]

@@ -11,14 +11,13 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 import wellposed.surgery as surgery
-from wellposed import anatomy
 from wellposed.anatomy.model import refuse_wrapped
 from wellposed.models import (
     build,
@@ -33,7 +32,7 @@ from wellposed.models import (
 from wellposed.nn import TokenGraying
 from wellposed.surgery import Edits
 from wellposed.surgery.insertion import Inserted
-from wellposed.text import indices
+from wellposed.train.edits import apply_edits
 from wellposed.train.recipe import Recipe
 from wellposed.train.tasks import classifiers
 
@@ -304,67 +303,15 @@ def _xavier(model: nn.Module, seed: int) -> None:
                 nn.init.xavier_uniform_(module.weight)
 
 
-def apply_edits(model: nn.Module, recipe: Recipe) -> Edits:
-    """Put the recipe's edits into the model."""
-    if recipe.graying is not None:
-        for eps, blocks in _gray_plan(model, recipe):
-            surgery.gray_tokens(
-                model,
-                eps,
-                recipe.graying,
-                recipe.gray_where,
-                blocks=blocks,
-                target_kappa=recipe.target_kappa,
-                floor=recipe.gray_floor,
-            )
-    if recipe.broadcast is not None:
-        surgery.broadcast_context(
-            model,
-            recipe.broadcast_where,
-            scaled=recipe.broadcast == "cb_s",
-            init=_scale_init(recipe),
-            blocks=_chosen(recipe.broadcast_blocks),
-        )
-    if recipe.remove_skips is not None:
-        surgery.remove_skips(model, recipe.remove_skips, blocks=_chosen(recipe.skip_blocks))
-    if recipe.uniform_heads:
-        surgery.uniform_heads(model, recipe.uniform_heads, blocks=_chosen(recipe.uniform_blocks))
-    return surgery.edits(model)
-
-
-def with_gray_floor(built: Built, floor: float | None) -> Built:
-    """A model whose grayings have the floor; it is known only when the folder of the run is."""
-    if floor is None:
-        return built
+def with_gray_floor(built: Built, recipe: Recipe) -> Built:
+    """A model whose grayings have the recipe's floors; they are known only when the folder of the run is."""
     for module in built.model.modules():
         if isinstance(module, TokenGraying):
-            module.floor = floor
+            call: Any = module.recipe_call
+            floor = recipe.gray_floor if call.index is None else recipe.edits[call.index].get("floor")
+            if floor is not None:
+                module.floor = floor
     return replace(built, edits=surgery.edits(built.model))
-
-
-def _chosen(text: str | None) -> list[int] | None:
-    """Block indices; None, as in the edits, is every block that can take the edit."""
-    return None if text is None else indices(text)
-
-
-def _scale_init(recipe: Recipe) -> Literal["cb", "identity"]:
-    """Scales that go into a trained model start as if they were not there."""
-    is_trained = recipe.pretrained or recipe.start_from is not None
-    return "identity" if is_trained and recipe.broadcast == "cb_s" else "cb"
-
-
-def _gray_plan(model: nn.Module, recipe: Recipe) -> list[tuple[float | None, Any]]:
-    if recipe.eps_per_block is None:
-        return [(recipe.eps, _chosen(recipe.gray_blocks))]
-    blocks = _chosen(recipe.gray_blocks)
-    if blocks is None:
-        blocks = list(range(len(anatomy.blocks(model))))
-    if len(blocks) != len(recipe.eps_per_block):
-        raise ValueError(
-            f"eps_per_block must have one value for each of the {len(blocks)} blocks that are grayed, "
-            f"got {len(recipe.eps_per_block)}; gray_blocks= names fewer blocks."
-        )
-    return list(zip(recipe.eps_per_block, blocks, strict=True))
 
 
 def _statistics(model: nn.Module, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

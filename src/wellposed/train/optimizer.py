@@ -6,7 +6,6 @@ A schedule of eps over training.
 (0.625, 0.573)
 """
 
-import difflib
 import inspect
 import math
 from collections.abc import Iterable
@@ -20,7 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wellposed.nn import TokenGraying
+from wellposed.text import nearest
 from wellposed.train.distributed import several
+from wellposed.train.edits import EditCall
 from wellposed.train.recipe import Recipe
 
 SCHEDULES = ("cosine", "tanh", "poly", "step", "multistep")
@@ -37,8 +38,7 @@ def check_optimizer(recipe: Recipe) -> None:
         ("schedule", recipe.schedule, SCHEDULES, f"they are {', '.join(SCHEDULES)}"),
     ):
         if value not in known:
-            close = difflib.get_close_matches(value, list(known), n=1, cutoff=0.4)
-            hint = f"; did you mean {close[0]!r}?" if close else "."
+            hint = nearest(value, known, 0.4)
             raise ValueError(f"{name} must be one of timm's ({all_of_them}), got {value!r}{hint}")
     if recipe.layer_decay is not None and recipe.task != "classify":
         raise ValueError(
@@ -112,34 +112,30 @@ def eps_at(start: float, end: float, done: float, schedule: str) -> float:
 
 
 class EpsSchedule:
-    """Sets the power of every graying of some models; does nothing if the recipe has no ``eps_end``.
+    """Sets the power of every graying whose edit says how it changes (``eps_end``), in some models.
 
     The power becomes a tensor that is written to, so that a compiled model is not compiled again.
 
     Args:
-        models: on their device.
-        recipe: resolved.
+        models: on their device, edited by :func:`wellposed.train.edits.apply_edits`.
         updates: of the whole run.
     """
 
-    def __init__(self, models: Iterable[nn.Module], recipe: Recipe, updates: int) -> None:
-        self.recipe, self.updates = recipe, updates
-        self.powers: list[Tensor] = []
-        if recipe.eps_end is None or recipe.eps is None:
-            return
+    def __init__(self, models: Iterable[nn.Module], updates: int) -> None:
+        self.updates = updates
+        self.powers: list[tuple[Tensor, EditCall]] = []
         for model in models:
             device = next(parameter.device for parameter in model.parameters())
             for graying in model.modules():
-                if isinstance(graying, TokenGraying):
-                    graying.eps = torch.tensor(recipe.eps, dtype=torch.float64, device=device)
-                    self.powers.append(graying.eps)
+                call: Any = getattr(graying, "recipe_call", None)
+                if isinstance(graying, TokenGraying) and call is not None and call.eps_end is not None:
+                    start = call.argument("eps")
+                    graying.eps = torch.tensor(start, dtype=torch.float64, device=device)
+                    self.powers.append((graying.eps, call))
 
     def set(self, update: int) -> None:
-        """Set the power of an update."""
-        recipe = self.recipe
-        if recipe.eps_end is None or recipe.eps is None:
-            return
+        """Set the powers of an update."""
         done = update / max(self.updates - 1, 1)
-        eps = eps_at(recipe.eps, recipe.eps_end, done, recipe.eps_schedule)
-        for power in self.powers:
-            power.fill_(eps)
+        for power, call in self.powers:
+            assert call.eps_end is not None
+            power.fill_(eps_at(call.argument("eps"), call.eps_end, done, call.eps_schedule))

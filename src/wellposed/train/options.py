@@ -21,8 +21,8 @@ import typer
 from wellposed.files import parse_toml
 from wellposed.train.recipe import NONE, Recipe, checked, field_types, kind_of, require_known
 
-_OPTION = "model_option"
-"""The flag of ``model_options``, which gives one of them and may be repeated."""
+_OPTION, _EDIT = "model_option", "edit"
+"""The flags of ``model_options`` and ``edits``, which give one of them and may be repeated."""
 
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
@@ -59,6 +59,8 @@ def values(flags: Mapping[str, Any]) -> dict[str, Any]:
     for name, text in flags.items():
         if name == _OPTION:
             parsed["model_options"] = model_options(text)
+        elif name == _EDIT:
+            parsed["edits"] = _edits(text)
         else:
             parsed[name] = parse(name, text) if isinstance(text, str) else text
     return parsed
@@ -68,8 +70,12 @@ def assignments(texts: Iterable[str]) -> dict[str, Any]:
     """Values of texts such as ``lr=0.01`` or ``model_options.depth=6``."""
     parsed: dict[str, Any] = {}
     options: list[str] = []
+    edits: list[str] = []
     for text in texts:
         name, equals, value = text.partition("=")
+        if name.strip() == _EDIT:
+            edits.append(value.strip())
+            continue
         name = name.strip().replace("-", "_")
         if not equals:
             raise ValueError(f"expected field=value, such as lr=0.01, got {text!r}.")
@@ -80,21 +86,35 @@ def assignments(texts: Iterable[str]) -> dict[str, Any]:
         if name == "model_options":
             raise ValueError(f"expected one option, such as model_options.depth=6, got {text!r}.")
         parsed[name] = parse(name, value.strip())
+    if edits:
+        parsed["edits"] = _edits(edits)
     return {**parsed, "model_options": model_options(options)} if options else parsed
 
 
+def _edits(texts: Sequence[str]) -> Any:
+    """Edits of texts such as ``gray_tokens eps=0.7``; ``none`` for none."""
+    return checked("edits", () if list(texts) == [NONE] else texts)
+
+
 def edits(texts: Iterable[str]) -> dict[str, Any]:
-    """As :func:`assignments`, of fields that are edits.
+    """Values of edits such as ``gray_tokens eps=0.7``, or of their short forms.
 
     >>> edits(["graying=dct", "eps=0.9"])
     {'graying': 'dct', 'eps': 0.9}
+    >>> edits(["gray_tokens eps=0.9 method=dct"])
+    {'edits': ({'edit': 'gray_tokens', 'eps': 0.9, 'method': 'dct'},)}
     """
-    parsed = assignments(texts)
+    parsed = assignments(f"{_EDIT}={text}" if _is_call(text) else text for text in texts)
     known = [field.name for field in dataclasses.fields(Recipe) if field.metadata["group"] == "Edits"]
     for name in parsed:
         if name not in known:
             raise ValueError(f"expected an edit ({', '.join(known)}), got {name}.")
     return parsed
+
+
+def _is_call(text: str) -> bool:
+    """Whether a text begins with a word alone, the name of an edit, rather than with ``field=value``."""
+    return "=" not in text.partition(" ")[0]
 
 
 def parse(name: str, text: str) -> Any:
@@ -155,6 +175,8 @@ def _option(field: "dataclasses.Field[Any]") -> inspect.Parameter:
         annotation = bool | None
     elif get_origin(kind) is dict:
         name, annotation, metavar = _OPTION, list[str] | None, "KEY=VALUE"
+    elif field.name == "edits":
+        name, annotation, metavar = _EDIT, list[str] | None, "'EDIT ARGUMENT=VALUE ...'"
     elif get_origin(kind) is tuple:
         metavar = f"{_METAVARS[get_args(kind)[0]]},..."
     elif get_origin(kind) is Literal:
@@ -178,7 +200,7 @@ def _help(field: "dataclasses.Field[Any]") -> str:
         default = ",".join(map(str, default))
     elif isinstance(default, bool):
         default = str(default).lower()
-    if default is not None and default is not dataclasses.MISSING:
+    if default is not None and default is not dataclasses.MISSING and field.name != "edits":
         text += f" [default: {default}]"
     # Else Rich takes what stands in brackets for a style.
     return text.replace("[", "\\[")

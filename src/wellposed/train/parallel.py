@@ -24,6 +24,7 @@ from wellposed import anatomy
 from wellposed.compiling import many_programs, mend_inductor
 from wellposed.train.batches import Batch
 from wellposed.train.distributed import several
+from wellposed.train.edits import grayings
 from wellposed.train.recipe import Recipe
 
 WARM_UP = 3
@@ -191,7 +192,10 @@ def is_recorded_here(recipe: Recipe, device: torch.device) -> bool:
 
 def _can_record(recipe: Recipe, device: torch.device) -> bool:
     # An SVD waits for the host; of the factorisation that a target for kappa needs it is not sure.
-    is_unfit = recipe.graying == "svd" or recipe.target_kappa is not None
+    is_unfit = any(
+        call.argument("method") == "svd" or call.argument("target_kappa") is not None
+        for call in grayings(recipe)
+    )
     # Gradients that are accumulated live in the memory that the next pass writes to.
     is_accumulating = recipe.accumulate > 1
     return device.type == "cuda" and not (several() or is_unfit or is_accumulating)

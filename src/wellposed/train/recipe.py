@@ -22,7 +22,6 @@ ValueError: graying must be one of svd, dct, spectral, condition, got 'dtc'; did
 """
 
 import dataclasses
-import difflib
 import functools
 import math
 import numbers
@@ -32,7 +31,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from wellposed.text import indices
+from wellposed.text import indices, nearest
+from wellposed.train import edits
 
 NONE = "none"
 """Stands for None where a field may be None, since TOML has no such value, and for an empty list."""
@@ -71,16 +71,6 @@ def fitting(name: str, value: Any, hint: Any) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{name} must be {_WORDS[kind]}, got {value!r}.")
     return value
-
-
-def nearest(name: object, known: Iterable[object]) -> str:
-    """The end of an error message about a name that is not known.
-
-    >>> nearest("epoch", ["epochs", "lr"]), nearest("x", ["epochs", "lr"])
-    ("; did you mean 'epochs'?", '.')
-    """
-    close = difflib.get_close_matches(str(name), list(map(str, known)), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else "."
 
 
 def _is_none_word(value: Any) -> bool:
@@ -180,7 +170,8 @@ def check_together(recipe: "Recipe") -> None:
         raise ValueError("task=mae has no accuracy that could collapse; leave collapse_patience out.")
     if recipe.mix_probability != 1 and recipe.mixup == 0 and recipe.cutmix == 0:
         raise ValueError("mix_probability does nothing alone; add mixup or cutmix, or leave it out.")
-    if recipe.remove_skips is not None and recipe.drop_path:
+    removes = [call for call in edits.calls(recipe) if call.kind == "remove_skips"]
+    if recipe.drop_path and not all(call.argument("allow_drop_path") for call in removes):
         raise ValueError(
             "drop_path drops branches, and where remove_skips has left no skip beside them nothing of an "
             "image would be left; leave one of them out."
@@ -318,6 +309,9 @@ class Recipe:
         "heads whose attention is uniform, the first ones of each block")
     uniform_blocks: str | None = _field(None, "Edits",
         "indices of the blocks that have them, such as 0,3,8-11 [default: all]")
+    edits: tuple[dict[str, Any], ...] = _field((), "Edits",
+        "any edit, with the arguments of wellposed's function, such as 'gray_tokens eps=0.7 where=pixels'; "
+        "may be repeated. The other options of this group are short forms")
 
     epochs: int = _field(60, "Optimizer", "passes over the training images")
     batch_size: int = _field(128, "Optimizer", "images in one update, over all processes")
@@ -380,8 +374,9 @@ class Recipe:
     checkpoint_every: int | None = _field(None, "Run",
         "updates between two checkpoints [default: one an epoch, at most one a minute]", free=True)
     keep: int = _field(2, "Run", "checkpoints to keep", free=True)
-    trackers: tuple[str, ...] = _field(("tensorboard",), "Run",
-        "trackers of Accelerate: tensorboard, wandb, mlflow, ...; none for none", free=True)
+    trackers: tuple[str, ...] = _field(("auto",), "Run",
+        "auto: tensorboard if it is installed; else names of Accelerate's trackers: wandb, mlflow, ...; none",
+        free=True)
     on_nonfinite: OnNonfinite = _field("stop", "Run",
         "what a NaN or infinite loss or gradient does: stop; skip the update; "
         "rollback to the last checkpoint and another order of the data", free=True)
@@ -391,11 +386,6 @@ class Recipe:
         for name in field_types():
             object.__setattr__(self, name, checked(name, getattr(self, name)))
         check_together(self)
-
-    @property
-    def has_device_floor(self) -> bool:
-        """Whether the graying has another floor on another device, if ``gray_floor`` does not tell it."""
-        return self.graying in ("spectral", "condition")
 
     @property
     def worker_policy(self) -> str | None:
@@ -413,6 +403,8 @@ class Recipe:
         values: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if field.name == "edits" and not value:
+                continue  # folders of runs are named by what is here, also those of versions without it
             if value is not None:
                 values[field.name] = list(value) if isinstance(value, tuple) else value
             elif field.default is not None:
@@ -429,6 +421,11 @@ def field_types() -> dict[str, Any]:
 
 def checked(name: str, value: Any) -> Any:
     """One field's value as its type has it, or an error."""
+    if name == "edits":
+        given = () if value in (None, NONE) else value
+        if not isinstance(given, (list, tuple)):
+            raise TypeError(f"edits must be a list, got {given!r}.")
+        return tuple(edits.checked(call, f"edits[{index}]") for index, call in enumerate(given))
     value = fitting(name, value, field_types()[name])
     check_value(name, value)
     return value

@@ -1,12 +1,4 @@
-r"""Values as TOML text. Python reads TOML (``tomllib``) and does not write it.
-
->>> print(table({"lr": 1e-3, "trackers": ["tensorboard"], "data": 'a "b"', "compile": True}))
-lr = 0.001
-trackers = ["tensorboard"]
-data = "a \"b\""
-compile = true
-
-Recipes as files: TOML or YAML is read, TOML is written.
+r"""Recipes as files: TOML is read and written. Python reads it (``tomllib``) and does not write it.
 
 >>> import tempfile
 >>> path = Path(tempfile.mkdtemp()) / "mine.toml"
@@ -17,6 +9,11 @@ ValueError: ...mine.toml has an unknown field 'epoch'; did you mean 'epochs'?
 >>> write_recipe(Recipe(epochs=3), path)
 >>> combine(read_recipe(path), {"lr": 1e-4}).epochs
 3
+>>> print(table({"lr": 1e-3, "trackers": ["tensorboard"], "data": 'a "b"', "compile": True}))
+lr = 0.001
+trackers = ["tensorboard"]
+data = "a \"b\""
+compile = true
 """
 
 import dataclasses
@@ -26,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.files import parse_toml, read_bytes, write_text
-from wellposed.train.recipe import Recipe, checked, nearest, require_known
+from wellposed.text import nearest
+from wellposed.train.recipe import Recipe, checked, require_known
 
 _ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
 
@@ -72,14 +70,14 @@ def _character(character: str) -> str:
 
 
 MOST_BYTES = 2**22
-SUFFIXES = (".toml", ".yaml", ".yml")
+SUFFIX = ".toml"
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
     """The fields that a file gives, each checked; an error names the file."""
     path = Path(path)
     text = _read_text(path)
-    values = _parse_toml(text, path) if path.suffix == ".toml" else _parse_yaml(text, path)
+    values = _parse_toml(text, path)
     require_known(values, str(path))
     return {name: _checked_in_file(name, value, path) for name, value in values.items()}
 
@@ -115,10 +113,12 @@ def write_recipe(recipe: Recipe, path: str | Path) -> None:
 def _read_text(path: Path) -> str:
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, expected a recipe; `wellposed sweep` takes folders.")
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"a recipe's name must end in {', '.join(SUFFIXES)}, got {path}.")
+    if path.suffix in (".yaml", ".yml"):
+        raise ValueError(f"recipes are TOML, got {path}; write NAME = VALUE for NAME: VALUE in a .toml file.")
+    if path.suffix != SUFFIX:
+        raise ValueError(f"a recipe's name must end in {SUFFIX}, got {path}.")
     if not path.exists():
-        beside = [other.name for other in path.parent.glob("*") if other.suffix in SUFFIXES]
+        beside = [other.name for other in path.parent.glob("*") if other.suffix == SUFFIX]
         raise FileNotFoundError(f"there is no recipe {path}{nearest(path.name, beside)}")
     try:
         return read_bytes(path, MOST_BYTES).decode("utf-8-sig")
@@ -135,47 +135,6 @@ def _parse_toml(text: str, path: Path) -> dict[str, Any]:
     except ValueError as error:
         said = str(error).replace("end of document", f"the end, line {text.count(chr(10)) + 1}")
         raise ValueError(f"{path} is not valid TOML: {said}") from error
-
-
-def _parse_yaml(text: str, path: Path) -> dict[str, Any]:
-    import yaml  # type: ignore[import-untyped]
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Safe, without 1e-3 as a text, a key that hides another, and aliases, which stand for gigabytes."""
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                mark = self.peek_event().start_mark
-                raise yaml.composer.ComposerError(None, None, "aliases are not supported", mark)
-            return super().compose_node(parent, index)
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            seen = set()
-            for key, _ in node.value:
-                name = str(key.value)
-                if name in seen:
-                    problem = f"{name!r} is given twice"
-                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-                seen.add(name)
-            mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-            return mapping
-
-    number = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
-    try:
-        values = yaml.load(text, Loader)
-    except RecursionError as error:
-        raise ValueError(f"{path} is not valid YAML: it is nested too deeply.") from error
-    except (yaml.YAMLError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = "" if mark is None else f" (at line {mark.line + 1}, column {mark.column + 1})"
-        said = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ValueError(f"{path} is not valid YAML: {said}{where}") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise ValueError(f"{path} must hold fields such as 'epochs: 30', got {values!r}.")
-    return values
 
 
 def _checked_in_file(name: str, value: Any, path: Path) -> Any:

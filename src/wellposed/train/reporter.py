@@ -10,7 +10,6 @@ once and does not stop the run: ``run.jsonl`` has all numbers anyway.
 Everything that a run tells: a bar, ``run.jsonl``, trackers, and the table at its end.
 """
 
-import difflib
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from rich.text import Text
 
 from wellposed.environment import without_secrets
 from wellposed.records import named_text, short
-from wellposed.text import aligned
+from wellposed.text import aligned, nearest
 from wellposed.train.log import NAME, RunLog, current, read_run, summarise, write_json
 from wellposed.train.recipe import Recipe
 from wellposed.train.screen import Screen, make_screen
@@ -218,7 +217,7 @@ def tracker_names(recipe: Recipe) -> list[str]:
     []
     >>> tracker_names(Recipe(trackers=("tensorbord",)))
     Traceback (most recent call last):
-    ValueError: trackers must be of ... or none, got 'tensorbord'; did you mean 'tensorboard'?
+    ValueError: trackers must be of ..., auto or none, got 'tensorbord'; did you mean 'tensorboard'?
     """
     wanted = list(dict.fromkeys(recipe.trackers))
     if wanted in ([], ["none"]):
@@ -228,15 +227,17 @@ def tracker_names(recipe: Recipe) -> list[str]:
 
     known = sorted(LOGGER_TYPE_TO_CLASS)
     installed = {str(name) for name in get_available_trackers()}
+    if wanted == ["auto"]:
+        return ["tensorboard"] if "tensorboard" in installed else []
     for name in wanted:
-        if name == "none":
+        if name in ("none", "auto"):
             raise ValueError(
-                f"trackers=none stands alone, got {', '.join(wanted)}; leave none or the others out."
+                f"trackers={name} stands alone, got {', '.join(wanted)}; leave {name} or the others out."
             )
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {close[0]!r}?" if close else "."
-            raise ValueError(f"trackers must be of {', '.join(known)} or none, got {name!r}{hint}")
+            raise ValueError(
+                f"trackers must be of {', '.join(known)}, auto or none, got {name!r}{nearest(name, known)}"
+            )
         # A class that was registered by hand is no package of Accelerate's list.
         if name in list(map(str, LoggerType)) and name not in installed:
             raise ImportError(

@@ -12,12 +12,10 @@ import dataclasses
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import timm
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import nn
 
 from wellposed import anatomy
@@ -29,12 +27,24 @@ from wellposed.nn.graying import DEFAULT_EPS
 from wellposed.train.batches import choose_placement
 from wellposed.train.batches.make import check_images, check_share, with_batch_size
 from wellposed.train.data import ImageData, open_data
-from wellposed.train.distributed import from_first, join_processes, rank, several, started_processes, world
+from wellposed.train.distributed import (
+    from_first,
+    join_processes,
+    rank,
+    require_accelerate,
+    several,
+    started_processes,
+    world,
+)
+from wellposed.train.edits import DEVICE_FLOORS, GRAY
 from wellposed.train.mae import check_mae
 from wellposed.train.model import Built, build_model, weights_file, with_gray_floor
 from wellposed.train.recipe import Recipe
 from wellposed.train.recipe_file import read_recipe
 from wellposed.train.runs import RECIPE, recipe_before
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 TINY, SMALL = 16, 64
 """Images of this side and between are shifted, larger ones get random resized crops. Of still smaller ones a
@@ -51,6 +61,8 @@ def resolve(recipe: Recipe, data: ImageData) -> Recipe:
         value is None for value in (recipe.eps, recipe.eps_per_block, recipe.target_kappa)
     ):
         chosen["eps"] = DEFAULT_EPS[recipe.graying]
+    if recipe.edits:
+        chosen["edits"] = tuple(map(_with_power, recipe.edits))
     if recipe.flip is None:
         chosen["flip"] = 0.5 if data.photographs else 0.0
     if recipe.crop_scale is None and size > SMALL and data.photographs:
@@ -76,15 +88,34 @@ def resolve_for(recipe: Recipe, model: nn.Module) -> Recipe:
     return replace(recipe, lr=min(0.2 / width, 3e-3))
 
 
+def _with_power(call: dict[str, Any]) -> dict[str, Any]:
+    """A graying of the recipe's ``edits`` with its method and power, where the functions have a default."""
+    if call["edit"] != GRAY:
+        return call
+    call = {"method": "spectral", **call}
+    if call["method"] not in DEFAULT_EPS or "target_kappa" in call:
+        return call
+    return {"eps": DEFAULT_EPS[call["method"]], **call}
+
+
 def resolve_floor(recipe: Recipe, device: torch.device) -> Recipe:
-    """The recipe with the floor that its graying has on a device, so that it has the same on others."""
-    if not recipe.has_device_floor:
-        return recipe
-    # A target for kappa needs more digits than float32 has; see wellposed.nn.functional.gray.
-    is_wide = recipe.target_kappa is not None and device.type != "mps"
-    tokens = torch.empty(0, dtype=torch.float32, device=device)
-    plan = spectral_plan(tokens, floor=recipe.gray_floor, precision="float64" if is_wide else "auto")
-    return replace(recipe, gray_floor=plan.floor)
+    """The recipe with the floors that its grayings have on a device, so that they have the same on others."""
+
+    def floor(given: float | None, target_kappa: float | None) -> float:
+        # A target for kappa needs more digits than float32 has; see wellposed.nn.functional.gray.
+        is_wide = target_kappa is not None and device.type != "mps"
+        tokens = torch.empty(0, dtype=torch.float32, device=device)
+        return spectral_plan(tokens, floor=given, precision="float64" if is_wide else "auto").floor
+
+    if recipe.graying in DEVICE_FLOORS:
+        recipe = replace(recipe, gray_floor=floor(recipe.gray_floor, recipe.target_kappa))
+    own = tuple(
+        {**call, "floor": floor(call.get("floor"), call.get("target_kappa"))}
+        if call["edit"] == GRAY and call.get("method", "spectral") in DEVICE_FLOORS
+        else call
+        for call in recipe.edits
+    )
+    return replace(recipe, edits=own)
 
 
 _PLACES = ("hf-hub:", "local-dir:")
@@ -184,7 +215,7 @@ def _place(data: str) -> Path:
     return Path(data.removeprefix("folder:")).expanduser().resolve()
 
 
-def make_accelerator(recipe: Recipe, trackers: list[str], project: str | Path) -> Accelerator:
+def make_accelerator(recipe: Recipe, trackers: list[str], project: str | Path) -> "Accelerator":
     """The devices, processes and precision of a run, also where one was made before in this process."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise ValueError(
@@ -194,6 +225,10 @@ def make_accelerator(recipe: Recipe, trackers: list[str], project: str | Path) -
         raise ValueError(f"device must be cpu or cuda, got {recipe.device!r}; a launcher chooses among GPUs.")
     if recipe.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda needs a GPU that torch sees, there is none; use device=cpu.")
+    require_accelerate()
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
     join_processes(recipe.device)
     if not torch.distributed.is_initialized():
         # Accelerate keeps the first accelerator's settings for the whole process.
@@ -226,7 +261,7 @@ class Prepared:
     size: int
 
 
-def prepare(recipe: Recipe, accelerator: Accelerator) -> Prepared:
+def prepare(recipe: Recipe, accelerator: "Accelerator") -> Prepared:
     """Open the data and build the model; what does not fit together is told before anything is decoded."""
     device = accelerator.device
     if recipe.ema is not None and recipe.parallel == "fsdp2" and several():
@@ -279,10 +314,8 @@ def settled(prepared: Prepared, folder: Path, overwrite: bool, device: torch.dev
         before = {} if overwrite else recipe_before(folder)
         if recipe.placement == "auto" and before:
             recipe = dataclasses.replace(recipe, placement=before.get("placement", "auto"))
-        if recipe.has_device_floor and recipe.gray_floor is None:
-            recipe = dataclasses.replace(recipe, gray_floor=before.get("gray_floor"))
-        recipe = resolve_floor(recipe, device)
-        if before and recipe.has_device_floor and "gray_floor" not in before:
+        recipe = resolve_floor(_with_floors_of(recipe, before), device)
+        if before and recipe.graying in DEVICE_FLOORS and "gray_floor" not in before:
             notes.append(
                 f"gray_floor is {recipe.gray_floor:g} from here on; the version that started the run had "
                 "a lower one."
@@ -291,6 +324,18 @@ def settled(prepared: Prepared, folder: Path, overwrite: bool, device: torch.dev
         return dataclasses.replace(recipe, placement=placement)
 
     recipe = from_first(decided, device)
-    built = with_gray_floor(prepared.built, recipe.gray_floor)
+    built = with_gray_floor(prepared.built, recipe)
     built.notes.extend(notes)
     return dataclasses.replace(prepared, recipe=recipe, built=built)
+
+
+def _with_floors_of(recipe: Recipe, before: dict[str, Any]) -> Recipe:
+    """The recipe with the floors that the run had before, where it says nothing of them."""
+    if recipe.graying in DEVICE_FLOORS and recipe.gray_floor is None:
+        recipe = replace(recipe, gray_floor=before.get("gray_floor"))
+    earlier = before.get("edits", ())
+    if len(earlier) != len(recipe.edits):
+        return recipe  # a run of another recipe, which is refused later
+    floors = [{"floor": each["floor"]} if "floor" in each else {} for each in earlier]
+    own = tuple({**floor, **call} for floor, call in zip(floors, recipe.edits, strict=True))
+    return replace(recipe, edits=own)

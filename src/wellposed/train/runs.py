@@ -31,6 +31,7 @@ from wellposed.train.batches.augment import normalised
 from wellposed.train.batches.batch import scale
 from wellposed.train.checkpoint import file_hash
 from wellposed.train.data import decode_readable, open_data
+from wellposed.train.edits import DEVICE_FLOORS
 from wellposed.train.export import WEIGHTS
 from wellposed.train.log import NAME as LOG
 from wellposed.train.log import read_json, read_run, write_json
@@ -85,7 +86,7 @@ def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any]
         _empty(folder)
     if file.is_file():
         before, now = decisive(Recipe.from_mapping(read_recipe(file))), decisive(recipe)
-        if recipe.has_device_floor and "gray_floor" in now:
+        if recipe.graying in DEVICE_FLOORS and "gray_floor" in now:
             before.setdefault("gray_floor", now["gray_floor"])  # older versions did not write it
         changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         if changed:
@@ -258,7 +259,7 @@ class TrainedRun:
         known: Any = getattr(model, "pretrained_cfg", None) or {}
         model.pretrained_cfg = {**known, **self.expects}  # type: ignore[assignment]
         model.to(self.device)
-        EpsSchedule([model], recipe, self.updates).set(max(moment.update - 1, 0))
+        EpsSchedule([model], self.updates).set(max(moment.update - 1, 0))
         return model.eval()
 
     @property

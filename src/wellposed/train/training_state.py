@@ -30,9 +30,9 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from wellposed.probes.observe import unwrapped
 from wellposed.records import dtype_name
 from wellposed.surgery import Edits
 from wellposed.surgery import edits as edits_of
@@ -294,17 +294,10 @@ def _parameter_names(model: nn.Module) -> Names:
 
 def _plain(model: nn.Module) -> nn.Module:
     """The model inside DDP and torch.compile."""
-    while True:
-        if isinstance(model, FullyShardedDataParallel):
-            raise TypeError(
-                "expected a model sharded with fully_shard (FSDP2), got FullyShardedDataParallel."
-            )
-        if isinstance(model, (DistributedDataParallel, DataParallel)):
-            model = model.module
-        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
-            model = inner
-        else:
-            return model
+    inner = unwrapped(model)
+    if isinstance(inner, FullyShardedDataParallel):
+        raise TypeError("expected a model sharded with fully_shard (FSDP2), got FullyShardedDataParallel.")
+    return inner
 
 
 def _plain_name(key: str) -> str:

@@ -161,7 +161,8 @@ def test_names_are_checked_before_any_time_is_spent(monkeypatch) -> None:
         tracker_names(Recipe(trackers=("none", "tensorboard")))
     monkeypatch.setattr(tracking, "_available_trackers", [])
     with pytest.raises(ImportError, match="pip install tensorboard"):
-        tracker_names(Recipe())
+        tracker_names(Recipe(trackers=("tensorboard",)))
+    assert tracker_names(Recipe()) == []
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "away", Away)
     assert tracker_names(Recipe(trackers=("away",))) == ["away"]
 

@@ -16,7 +16,6 @@ Traceback (most recent call last):
 ValueError: there is no set 'cifar-10:data'; did you mean cifar10:DIR? Expected digits, cifar10:DIR, ...
 """
 
-import difflib
 import os
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from wellposed.text import closest
 from wellposed.train.data.decoding import Look, counted, look, refusal
 from wellposed.train.data.images import Contents, ImageData, Indices, Part, PixelImages, Split
 
@@ -304,8 +304,8 @@ def _unknown(spec: str, path: Path) -> Exception:
     kind = spec.partition(":")[0]
     if os.sep in kind or kind.startswith((".", "~")):
         return FileNotFoundError(f"expected a folder of images, there is no {path}.")
-    close = difflib.get_close_matches(kind.lower(), list(FORMS), n=1, cutoff=0.5)
-    hint = f"did you mean {FORMS[close[0]]}? " if close else ""
+    close = closest(kind.lower(), FORMS)
+    hint = f"did you mean {FORMS[close]}? " if close else ""
     return ValueError(
         f"there is no set {spec!r}; {hint}Expected {', '.join(FORMS.values())}; there is no folder of that "
         "name either."

@@ -20,10 +20,9 @@ from typing import Any
 
 from rich.console import Console
 
-from wellposed.files import write_cells
+from wellposed.files import alone_in, write_cells
 from wellposed.records import short
 from wellposed.text import aligned
-from wellposed.train.durable import alone_in
 from wellposed.train.log import best_accuracy, write_json
 from wellposed.train.reporter import duration, percent, rate
 from wellposed.train.sweep import processes as progress

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.train.recipe import Recipe
-from wellposed.train.recipe_file import SUFFIXES, combine, read_recipe, write_recipe
+from wellposed.train.recipe_file import SUFFIX, combine, read_recipe, write_recipe
 
 LOG = "log.txt"
 """In a run's folder: all that the run printed."""
@@ -90,10 +90,10 @@ def find_recipes(sources: Iterable[str | Path], *, without: Path) -> list[Path]:
     for source in map(Path, sources):
         files = [source]
         if source.is_dir():
-            every = sorted(file for file in source.rglob("*") if file.suffix in SUFFIXES)
+            every = sorted(file for file in source.rglob("*") if file.suffix == SUFFIX)
             files = [file for file in every if without.resolve() not in file.resolve().parents]
             if not files:
-                raise ValueError(f"expected recipes in {source}, got none that end in {', '.join(SUFFIXES)}.")
+                raise ValueError(f"expected recipes in {source}, got none that end in {SUFFIX}.")
         for file in files:
             found.setdefault(file.resolve(), file)
     if not found:
@@ -104,7 +104,7 @@ def find_recipes(sources: Iterable[str | Path], *, without: Path) -> list[Path]:
 def distinct_names(files: Sequence[Path]) -> list[str]:
     """A name for each file: its own, with its folder's where several are called the same.
 
-    >>> distinct_names([Path("a/base.toml"), Path("b/base.toml"), Path("b/base.yaml"), Path("b/svd.toml")])
+    >>> distinct_names([Path("a/base.toml"), Path("b/base.toml"), Path("c/b/base.toml"), Path("b/svd.toml")])
     ['a-base', 'b-base', 'b-base-2', 'svd']
     """
     stems = [file.stem for file in files]

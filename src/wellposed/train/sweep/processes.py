@@ -25,7 +25,6 @@ from rich.text import Text
 from wellposed.files import parse_json, read_bytes
 from wellposed.train.reporter import duration, percent, rate
 from wellposed.train.sweep.plan import LOG, Run, work, write_recipes
-from wellposed.train.sweep.priority import with_priority
 
 
 class Progress:
@@ -273,9 +272,7 @@ def train_all(
         while running or (waiting and signals.received is None):
             while waiting and len(running) < jobs and signals.received is None:
                 child = waiting.pop(0)
-                works = [work(each.run.recipe) for each in children]
-                own = with_priority(environment, work(child.run.recipe), works)
-                child.start(command, own, inherited)
+                child.start(command, environment, inherited)
                 if child.state == "running":
                     running.append(child)
                 else:

@@ -1,0 +1,140 @@
+"""The edits of a recipe: any call of wellposed's functions, and the short forms of some."""
+
+import inspect
+import signal
+import tomllib
+
+import pytest
+import timm
+from typer.testing import CliRunner
+
+import wellposed as wp
+from short_runs import TINY, assert_bitwise, run, signal_at, weights
+from wellposed.cli import app
+from wellposed.train import Recipe, open_run
+from wellposed.train.edits import ARGUMENTS, apply_edits, calls, parsed
+
+NOT_OF_A_RECIPE = {"model", "example"}
+
+
+def test_a_recipe_can_give_every_argument_of_every_edit() -> None:
+    for name, arguments in ARGUMENTS.items():
+        assert set(arguments) == set(inspect.signature(getattr(wp, name)).parameters) - NOT_OF_A_RECIPE
+
+
+@pytest.mark.parametrize(
+    ("short", "text"),
+    [
+        ({"graying": "dct", "eps": 0.9}, "gray_tokens eps=0.9 method=dct"),
+        (
+            {"graying": "svd", "eps": 0.5, "gray_where": "blocks", "gray_blocks": "0,1"},
+            "gray_tokens eps=0.5 method=svd where=blocks blocks=0-1",
+        ),
+        ({"graying": "spectral", "target_kappa": 9.0}, "gray_tokens target_kappa=9.0"),
+        ({"graying": "spectral", "gray_floor": 0.01}, "gray_tokens floor=0.01"),
+        ({"broadcast": "cb_s", "broadcast_blocks": "1"}, "broadcast_context scaled=true blocks=1"),
+        ({"broadcast": "cb", "broadcast_where": "attention.end"}, "broadcast_context where=attention.end"),
+        ({"remove_skips": "ffn", "skip_blocks": "0"}, "remove_skips which=ffn blocks=0"),
+        ({"uniform_heads": 2}, "uniform_heads heads=2"),
+    ],
+)
+def test_a_short_form_is_the_same_edit(short, text) -> None:
+    made = []
+    for fields in (short, {"edits": [text]}, {"edits": [parsed(text)]}):
+        model = timm.create_model("test_vit", **TINY)
+        made.append(apply_edits(model, Recipe(**fields)))
+    assert made[0] == made[1] == made[2]
+    assert made[0]
+    (short_call,), (call,) = calls(Recipe(**short)), calls(Recipe(edits=[text]))
+    assert short_call.code() == call.code()
+
+
+@pytest.mark.parametrize(
+    ("edits", "error", "says"),
+    [
+        (["gray_token eps=0.7"], ValueError, "no edit 'gray_token'; did you mean 'gray_tokens'?"),
+        (["gray_tokens epss=0.7"], ValueError, "no 'epss' that a recipe can give; did you mean 'eps'?"),
+        (["gray_tokens 0.7"], ValueError, "got '0.7'"),
+        (["remove_skips blocks=3-1"], ValueError, "blocks must be indices"),
+        (["gray_tokens eps_schedule=cosine"], ValueError, "add eps_end"),
+        (["gray_tokens eps=0.5 eps_end=2.0"], ValueError, r"eps_end must be in \(0, 1\], got 2.0"),
+        (["gray_tokens method=condition eps_end=0.5"], ValueError, "is of a power"),
+        ([{"eps": 0.7}], TypeError, "must be such as"),
+        ([{"edit": "gray_tokens", "eps": None}], TypeError, "must be a number, a word or indices"),
+        ("gray_tokens eps=0.7", TypeError, "edits must be a list"),
+    ],
+)
+def test_a_wrong_edit_is_one_sentence(edits, error, says) -> None:
+    with pytest.raises(error, match=says):
+        Recipe(edits=edits)
+
+
+def test_skips_that_are_removed_and_stochastic_depth() -> None:
+    with pytest.raises(ValueError, match="drop_path drops branches"):
+        Recipe(edits=["remove_skips"], drop_path=0.1)
+    Recipe(edits=["remove_skips allow_drop_path=true"], drop_path=0.1)
+
+
+def test_on_the_command_line_and_in_a_file(tmp_path) -> None:
+    def dry_run(*arguments: str) -> dict:
+        result = CliRunner().invoke(app, ["train", *arguments, "--dry-run"])
+        assert result.exit_code == 0, result.output
+        return tomllib.loads(result.output)
+
+    told = ["--edit", "gray_tokens eps=0.7 where=pixels", "--edit", "remove_skips which=ffn blocks=0-3"]
+    expected = [
+        {"edit": "gray_tokens", "eps": 0.7, "where": "pixels"},
+        {"edit": "remove_skips", "which": "ffn", "blocks": "0-3"},
+    ]
+    assert dry_run(*told)["edits"] == expected
+    file = tmp_path / "mine.toml"
+    file.write_text('edits = ["gray_tokens eps=0.7 where=pixels", {edit = "uniform_heads"}]\n')
+    assert dry_run(str(file))["edits"] == [expected[0], {"edit": "uniform_heads"}]
+    assert dry_run(str(file), *told[2:])["edits"] == expected[1:]
+    assert "edits" not in dry_run(str(file), "--edit", "none")
+
+
+def test_a_run_is_bitwise_that_of_the_short_forms(tmp_path) -> None:
+    run(tmp_path / "short", graying="dct", eps=0.9, eps_end=1.0, broadcast="cb_s", uniform_heads=1)
+    run(
+        tmp_path / "list",
+        edits=[
+            "gray_tokens method=dct eps=0.9 eps_end=1.0",
+            "broadcast_context scaled=true",
+            "uniform_heads heads=1",
+        ],
+    )
+    assert_bitwise(weights(tmp_path / "list"), weights(tmp_path / "short"))
+    cards = [(tmp_path / name / "last" / "README.md").read_text() for name in ("list", "short")]
+    said = [[line for line in card.splitlines() if line.startswith("wp.")] for card in cards]
+    assert said[0] == said[1]
+    assert said[0][0] == 'wp.gray_tokens(model, 1.0, "dct", where="embedding")'
+
+
+def test_each_graying_has_a_schedule_of_its_own_and_goes_on_after_a_stop(tmp_path, monkeypatch) -> None:
+    fields = {
+        "edits": [
+            "gray_tokens eps=0.5 eps_end=1.0 where=blocks blocks=0",
+            "gray_tokens eps=0.9 method=dct where=blocks blocks=1",
+            "gray_tokens eps=1.0 eps_end=0.8 eps_schedule=cosine where=pixels",
+        ],
+        "patch_size": 2,
+    }
+    run(tmp_path / "whole", **fields)
+    signal_at(monkeypatch, 5, signal.SIGTERM)
+    assert run(tmp_path / "stopped", **fields).status == "terminated"
+    saved = tomllib.loads((tmp_path / "stopped" / "recipe.toml").read_text())["edits"]
+    assert [call.get("floor") for call in saved] == [1e-6, None, 1e-6]
+    assert run(tmp_path / "stopped", **fields).status == "finished"
+    assert_bitwise(weights(tmp_path / "stopped"), weights(tmp_path / "whole"))
+    found = open_run(tmp_path / "whole", device="cpu").model("last")
+    powers = {(edit.where, edit.block): edit.settings["eps"] for edit in wp.edits(found)}
+    assert powers == {("blocks", 0): 1.0, ("blocks", 1): 0.9, ("pixels", None): pytest.approx(0.8)}
+    with pytest.raises(ValueError, match="holds a run of another recipe"):
+        run(tmp_path / "whole", edits=fields["edits"][:2], patch_size=2)
+
+
+def test_a_floor_that_is_given_stays(tmp_path) -> None:
+    run(tmp_path, edits=["gray_tokens eps=0.7 floor=0.01"], epochs=1)
+    model = open_run(tmp_path, device="cpu").model("last")
+    assert wp.edits(model)[0].settings["floor"] == 0.01
