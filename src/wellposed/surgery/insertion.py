@@ -50,7 +50,7 @@ class Inserted(nn.Module):
         return cast(Mapping[str, Setting], original(self.op).settings)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         follow_wrappers(_is_edited, _hook, _unhook)
 
     def forward(self, value: Any) -> Any:
