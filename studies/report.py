@@ -6,9 +6,11 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from studies import compare, figures
 from studies.compare import accuracies, spread
 from studies.study import ROOT, Records, Report, Scale, Study, data_name
 from wellposed.environment import environment
@@ -20,6 +22,24 @@ from wellposed.train.log import write_json
 
 AND = " && "
 """Between commands, where data sets have other seeds."""
+
+
+def accuracy_report(
+    records: Records,
+    claims: Sequence[Claim],
+    *,
+    baseline: str | None = None,
+    paper: Mapping[str, float] | None = None,
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    notes: Sequence[str] = (),
+) -> Report:
+    """The report that most studies share: accuracy of each variant, next to the paper's, and every run."""
+    made = {
+        "table": compare.accuracy_table(records, baseline, paper),
+        "grid": compare.grid_table(records),
+        **(tables or {}),
+    }
+    return Report(made, claims, partial(figures.draw_accuracy, records, paper or {}), notes)
 
 
 def write_report(
@@ -228,7 +248,7 @@ def readme(name: str, study: Study, folder: Path) -> str:
     for file in sorted(folder.glob(f"*/{SUMMARY}"), reverse=True):
         lines += _scale_section(read_object(file), file.parent)
     if study.decides:
-        lines += [f"**What would decide it as published:** {study.decides}", ""]
+        lines += [f"**What would decide it:** {study.decides}", ""]
     lines += [
         "Made by `python -m studies`; the code is in [study.py](study.py). Verdicts hold over all claims of "
         "a table together (Holm's correction, 5%); intervals are of 95%; one run decides nothing.",

@@ -33,7 +33,9 @@ Key = tuple[str, str, int]
 """Label, data set and seed."""
 
 _RESULT = ("updates", "seconds", "images_per_second", "train", "test", "best", "nonfinite", "collapsed")
-_AS_ASKED = ("data", "start_from", "seed", "trackers", "placement", "keep", "device", "workers")
+_AS_ASKED = {"data", "start_from", "seed", "placement"} | {
+    each.name for each in dataclasses.fields(Recipe) if each.metadata["free"]
+}
 """Fields that may differ from the study's: names for folders, and what does not decide the result."""
 
 
@@ -270,7 +272,9 @@ def curve(folder: Path) -> list[dict[str, Any]]:
         if line["event"] == "train":
             train_loss = line.get("loss", train_loss)
         elif line["event"] == "test":
-            point = {name: line[name] for name in ("epoch", "loss", "accuracy") if name in line}
+            point: dict[str, Any] = {
+                name: line[name] for name in ("epoch", "loss", "accuracy") if name in line
+            }
             tests.append({**point, "train_loss": train_loss})
     return thinned(tests)
 
