@@ -55,7 +55,7 @@ $(VENV)/bin/python:
 	$(INSTALL) --upgrade pip
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(INSTALL) --build-constraint constraints.txt --editable .
+	$(INSTALL) --build-constraint constraints.txt --editable '.[train]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python

@@ -1,6 +1,8 @@
 """The command line."""
 
+import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -111,8 +113,23 @@ def test_no_images(tmp_path) -> None:
 
 def test_help_names_the_commands() -> None:
     result = CliRunner().invoke(app, ["--help"])
-    for command in ("demo", "diagnose", "report", "study", "train", "sweep", "pack", "bench"):
+    for command in ("demo", "diagnose", "report", "study", "train", "sweep", "pack", "bench", "doctor"):
         assert f"│ {command} " in result.output
+    groups = [result.output.index(f"─ {name} ─") for name in ("First steps", "Measure", "Train", "Reproduce")]
+    assert groups == sorted(groups)
+
+
+def test_train_shows_the_usual_options_and_all_on_demand() -> None:
+    usual, every = (
+        CliRunner(env={"COLUMNS": "200"}).invoke(app, ["train", flag]) for flag in ("--help", "--help-all")
+    )
+    assert usual.exit_code == every.exit_code == 0
+    fields = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Recipe)}
+    fields = fields - {"--model-options", "--edits"} | {"--model-option", "--edit"}
+    shown = {name for name in fields if re.search(rf"│ {name}\s", usual.output)}
+    assert len(shown) == 10
+    assert {"--data", "--model", "--edit"} <= shown
+    assert {name for name in fields if re.search(rf"│ {name}\s", every.output)} == fields
 
 
 def test_torchvision_and_transformers_names(folder, tmp_path) -> None:

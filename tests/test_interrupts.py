@@ -37,13 +37,19 @@ def handler() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def lines_of(work: Callable[[], Any], interrupt_at: int | None = None) -> int:
+EDITING = (str(OURS / "anatomy" / "seam.py"), str(OURS / "anatomy" / "marked.py"), str(OURS / "surgery"))
+
+
+def lines_of(
+    work: Callable[[], Any], interrupt_at: int | None = None, places: tuple[str, ...] = PLACES
+) -> int:
     """How many lines of ours ``work`` runs; at one of them Ctrl-C is pressed."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal count
-        if not frame.f_code.co_filename.endswith(PLACES):
+        name = frame.f_code.co_filename
+        if not name.endswith(places) and not name.startswith(places):
             return None
         if event in ("line", "return"):
             count += 1
@@ -113,6 +119,57 @@ def test_the_second_one_does_not_wait() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         done.append("never")
     assert done == ["held"]
+
+
+def test_threads_measure_one_after_the_other() -> None:
+    """Torch's switches are of the process: who puts them back must have found them as they were."""
+    first, second, x = VIT.model(), VIT.model(), VIT.input(2)
+    alone = [wp.diagnose(model, x, progress=False).records for model in (first, second)]
+    inside, done = threading.Event(), threading.Event()
+    found: dict[int, Any] = {}
+
+    def wait_for_the_other(*_: Any) -> None:
+        inside.wait(0.5)
+
+    def wait_until_it_is_done(*_: Any) -> None:
+        inside.set()
+        done.wait(5)
+
+    first.register_forward_pre_hook(wait_for_the_other)
+    second.register_forward_pre_hook(wait_until_it_is_done)
+
+    def measure(number: int, model: torch.nn.Module) -> None:
+        found[number] = wp.diagnose(model, x, progress=False).records
+        done.set()
+
+    threads = [threading.Thread(target=measure, args=each) for each in enumerate((first, second))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert [found[0], found[1]] == alone
+
+
+def test_an_interrupted_edit_can_be_undone() -> None:
+    edits: tuple[Callable[[torch.nn.Module], Any], ...] = (
+        lambda model: wp.remove_skips(model, "attention"),
+        lambda model: wp.gray_tokens(model, eps=0.5, where="blocks"),
+        lambda model: wp.broadcast_context(model, scaled=True),
+        lambda model: wp.uniform_heads(model, heads=[0]),
+    )
+    model, x = VIT.model(), VIT.input(1)
+    wp.diagnose(model, x, what="conditioning", progress=False)
+    before = fingerprint(model)
+    for edit in edits:
+        lines = lines_of(lambda edit=edit: edit(model), places=EDITING)
+        wp.restore(model)
+        assert_same(before, fingerprint(model))
+        for moment in range(1, lines + 1, 1 + lines // 40):
+            lines_of(lambda edit=edit: edit(model), moment, EDITING)
+            lines_of(lambda: wp.restore(model), moment, EDITING)
+            wp.restore(model)
+            assert_same(before, fingerprint(model))
 
 
 def test_other_threads_and_handlers_are_left_alone() -> None:

@@ -1,4 +1,4 @@
-"""wellposed: measure how ill-conditioned a vision transformer is, and mend it.
+"""wellposed: measure how ill-conditioned a vision transformer is, and fix it.
 
 The public names are loaded on first use, so that the command line need not import torch to say what
 it can do.

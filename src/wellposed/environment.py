@@ -42,7 +42,7 @@ def environment() -> dict[str, Any]:
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
         "cpu": _cpu_model(),
         "cpu_cores": os.cpu_count(),
-        "cpu_cores_usable": _usable_cores(),
+        "cpu_cores_usable": usable_cores(),
         **_accelerators(),
     }
 
@@ -105,7 +105,7 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _usable_cores() -> int | None:
+def usable_cores() -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 

@@ -1,8 +1,12 @@
-"""Ctrl-C at moments when nothing is half done.
+"""Where a model or torch is changed for a while: nothing comes between the change and its undoing.
 
 Python raises ``KeyboardInterrupt`` between any two of its steps, also between the last line of a block and
-what the block puts back. Where a model or torch is changed for a while, Ctrl-C is therefore held back, and
-let through where the changes can be undone. The second Ctrl-C in a row is never held back. ::
+what the block puts back. So Ctrl-C is held back here, and let through where the changes can be undone. The
+second Ctrl-C in a row is never held back.
+
+Torch's switches (the fast path of attention, TF32, the random generators) belong to the process. A thread
+that put them back while another is measuring would leave them as the other had set them, so one thread at a
+time is here and others wait. ::
 
     with uninterrupted():
         ...  # change something
@@ -47,9 +51,28 @@ def _current() -> _Held | None:
     return handler if isinstance(handler, _Held) else None
 
 
+_ONE_THREAD = threading.RLock()
+_LOOK = 0.1
+"""Seconds between two looks for Ctrl-C while another thread is inside."""
+
+
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Inside, Ctrl-C waits until :func:`let_through` or the end of the outermost such block."""
+    """Inside, Ctrl-C waits until :func:`let_through` or the end of the outermost such block.
+
+    Other threads wait at such a block of theirs until this one has left its outermost.
+    """
+    with _without_ctrl_c():
+        while not _ONE_THREAD.acquire(timeout=_LOOK):
+            let_through()
+        try:
+            yield
+        finally:
+            _ONE_THREAD.release()
+
+
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT) if is_main else None
     if not callable(before) or isinstance(before, _Held):

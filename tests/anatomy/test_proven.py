@@ -1,5 +1,6 @@
 """Proofs that are shipped: what they spare, what they hold for, and what is run again."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import wellposed as wp
 from wellposed.anatomy import blocks, proof
 from wellposed.anatomy.model import is_settled
+from wellposed.anatomy.source import digest
 from zoo import CASES, Case
 
 SHIPPED = Path(proof.__file__).with_name("proven.json")
@@ -30,6 +32,19 @@ def test_it_is_read_back_as_it_was_written() -> None:
     again = proof.Proofs()
     again.load(data)
     assert json.loads(json.dumps(again.to_json())) == data
+
+
+def test_a_digest_is_the_same_in_every_version_of_python() -> None:
+    """Shipped proofs are made with one version and read with another; ast.dump writes differently in each."""
+    method = """
+def forward(self, x, *rest, mask=None, **options):
+    def inner(): return None
+    class Local: pass
+    for block in []:
+        x = x + block(x, mask, **options) if mask is not None else f"{x!r}"
+    return x, (), {}
+"""
+    assert digest(ast.parse(method).body[0]) == "aaba8a5fb7d21606"
 
 
 @pytest.fixture

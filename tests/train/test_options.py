@@ -36,7 +36,7 @@ def test_the_text_of_a_default_is_the_default() -> None:
 
 
 def test_help_shows_every_field_with_its_choices_and_default() -> None:
-    help_text = train("--help").output
+    help_text = train("--help-all").output
     lines = {line.split()[1]: line for line in help_text.splitlines() if line.startswith("│ --")}
     for field in FIELDS:
         line = lines["--" + field.name.replace("_", "-")]

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import inspect
 import linecache
+import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -187,7 +188,10 @@ def _is_settled(test: ast.expr) -> bool:
 
 
 def digest(definition: ast.AST) -> str:
-    return hashlib.sha256(ast.dump(definition).encode()).hexdigest()[:16]
+    """The same in every version of Python: newer ones know type parameters, and leave out what is empty."""
+    options = {"show_empty": True} if sys.version_info >= (3, 13) else {}
+    text = ast.dump(definition, **options).replace(", type_params=[]", "")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def wrapped_functions(function: Any, name: str) -> Iterator[Any]:

@@ -6,8 +6,22 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
+
+FIRST_STEPS, MEASURE, TRAIN, REPRODUCE = "First steps", "Measure", "Train", "Reproduce"
+_ORDER = ("demo", "doctor", "diagnose", "report", "train", "sweep", "pack", "study", "bench")
+"""Of the commands in ``--help``, which puts each group where its first command is."""
+
+
+class _Ordered(TyperGroup):
+    """Commands in the order in which a new user meets them."""
+
+    def list_commands(self, context: typer.Context) -> list[str]:  # type: ignore[override]
+        return sorted(super().list_commands(context), key=_ORDER.index)
+
 
 app = typer.Typer(
+    cls=_Ordered,
     help="Measure how ill-conditioned a vision transformer is, and fix it.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,

@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from wellposed.commands.app import app, device_named, plain_errors
+from wellposed.commands.app import REPRODUCE, app, device_named, plain_errors
 from wellposed.commands.lists import numbers, parts
 from wellposed.files import write_text
 from wellposed.train import options
 from wellposed.train.recipe_file import combine
 
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
+app.add_typer(bench, name="bench", rich_help_panel=REPRODUCE)
 
 _BY_DEVICE = r"\[default: on a GPU "
 """Elsewhere the benchmark takes what is done in a minute."""

@@ -5,12 +5,12 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from wellposed.commands.app import app, device_named, plain_errors
+from wellposed.commands.app import FIRST_STEPS, MEASURE, app, device_named, plain_errors
 from wellposed.commands.lists import numbers, parts
 from wellposed.train import options
 
 
-@app.command()
+@app.command(rich_help_panel=FIRST_STEPS)
 def demo(
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 25,
     seed: Annotated[
@@ -32,7 +32,7 @@ def demo(
     raise typer.Exit(outcome.exit_code)
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
 def diagnose(
     model: Annotated[
         str,
@@ -153,7 +153,7 @@ def _refuse_for_a_run(given: dict[str, Any]) -> None:
             )
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
 def report(
     paths: Annotated[
         list[Path],

@@ -6,12 +6,12 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from wellposed.commands.app import app, plain_errors
+from wellposed.commands.app import REPRODUCE, app, plain_errors
 from wellposed.commands.lists import numbers
 from wellposed.train import options
 
 
-@app.command()
+@app.command(rich_help_panel=REPRODUCE)
 def study(
     names: Annotated[
         list[str] | None,

@@ -5,14 +5,17 @@ from typing import Annotated, Any
 
 import typer
 
-from wellposed.commands.app import app, plain_errors
+from wellposed.commands.app import TRAIN, app, plain_errors
 from wellposed.commands.lists import numbers
 from wellposed.train import options
 from wellposed.train.recipe_file import combine, read_recipe, recipe_text
 
+_USUAL = ("data", "model", "pretrained", "edits", "epochs", "batch_size", "lr", "seed", "precision", "device")
+"""The options that ``train --help`` shows; ``--help-all`` shows all."""
 
-@app.command()
-@options.recipe_options()
+
+@app.command(rich_help_panel=TRAIN)
+@options.recipe_options(shown=_USUAL)
 def train(
     recipe: Annotated[
         Path | None,
@@ -30,6 +33,7 @@ def train(
 ) -> None:
     """Train a model, with or without edits. Without any option: a small ViT on handwritten digits.
 
+    These are the options that most runs need; --help-all shows all of them.
     Exit code: 0 finished, 143 stopped by SIGTERM (run again to go on), 3 not finite, 1 error.
     """
     with plain_errors(has_file=recipe is not None):
@@ -48,7 +52,7 @@ def train(
 _EXIT_CODES = {"finished": 0, "nonfinite": 3, "terminated": 143}
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def sweep(
     recipes: Annotated[list[Path], typer.Argument(help="Recipes, or folders of them.")],
     jobs: Annotated[
@@ -81,7 +85,7 @@ def sweep(
     raise typer.Exit(outcome.exit_code)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def pack(
     source: Annotated[str, typer.Argument(help="Data as for train: a folder, cifar10:DIR, hf:NAME, ...")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The .npz file to write.")],

@@ -5,12 +5,14 @@ from collections.abc import Iterable
 from torch import nn
 
 from wellposed.anatomy.model import Block, Place
+from wellposed.interrupts import uninterrupted
 from wellposed.surgery.insertion import Inserted, insert, inserted_at
 from wellposed.surgery.padding import watch_padding
 from wellposed.surgery.record import Edits
 from wellposed.surgery.undo import edits
 
 
+@uninterrupted()
 def insert_all(
     model: nn.Module, insertions: list[tuple[Place, Inserted]], mixed: Iterable[Block] = ()
 ) -> Edits:

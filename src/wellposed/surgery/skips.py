@@ -7,6 +7,7 @@ from torch import nn
 from wellposed.anatomy.model import Block, BlockSelection, join_names, refuse_wrapped
 from wellposed.anatomy.rows import Role
 from wellposed.anatomy.seam import block_joins, close_seam, is_open, open_seam
+from wellposed.interrupts import uninterrupted
 from wellposed.surgery.choose import choose
 from wellposed.surgery.record import Edits
 from wellposed.surgery.undo import edits
@@ -63,12 +64,13 @@ def remove_skips(
     if not allow_drop_path:
         _refuse_drop_path([block for block, _ in chosen])
     before = set(edits(model))
-    # Every seam is opened before any skip goes, so that a refused block leaves the model as it was.
-    _open_all([block for block, _ in chosen])
-    for block, roles in chosen:
-        for join in block_joins(block.module, block.row):
-            if join.role in roles:
-                join.keep, join.allow_drop_path = False, allow_drop_path
+    with uninterrupted():
+        # Every seam is opened before any skip goes, so that a refused block leaves the model as it was.
+        _open_all([block for block, _ in chosen])
+        for block, roles in chosen:
+            for join in block_joins(block.module, block.row):
+                if join.role in roles:
+                    join.keep, join.allow_drop_path = False, allow_drop_path
     return Edits(edit for edit in edits(model) if edit not in before)
 
 

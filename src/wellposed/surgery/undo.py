@@ -9,6 +9,7 @@ from wellposed.anatomy.adapters import original
 from wellposed.anatomy.model import blocks, join_names, refuse_wrapped
 from wellposed.anatomy.seam import close_seam, joins
 from wellposed.errors import UnknownModelError
+from wellposed.interrupts import uninterrupted
 from wellposed.surgery.insertion import Inserted, take_out
 from wellposed.surgery.padding import forget_padding
 from wellposed.surgery.record import Edit, Edits
@@ -45,6 +46,7 @@ def edits(model: nn.Module) -> Edits:
     return Edits(found)
 
 
+@uninterrupted()
 def restore(model: nn.Module) -> Edits:
     """Undo every edit of a model, in place and bit for bit. Returns what was undone.
 

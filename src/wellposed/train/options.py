@@ -24,17 +24,27 @@ from wellposed.train.recipe import NONE, Recipe, checked, field_types, kind_of, 
 _OPTION, _EDIT = "model_option", "edit"
 """The flags of ``model_options`` and ``edits``, which give one of them and may be repeated."""
 
+_HELP_ALL = "help_all"
+
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
 
-def recipe_options(only: Sequence[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def recipe_options(
+    only: Sequence[str] | None = None, *, shown: Sequence[str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command an option for each of the fields, or for those in ``only``.
 
     The function's parameter ``flags`` gets a dict of the options that were given, see :func:`values`.
+
+    Args:
+        only: names of fields.
+        shown: those whose options ``--help`` names; the command then has ``--help-all`` for the others.
     """
     fields = [field for field in dataclasses.fields(Recipe) if only is None or field.name in only]
-    options = [_option(field) for field in fields]
-    names = {option.name for option in options}
+    options = [_option(field, hidden=shown is not None and field.name not in shown) for field in fields]
+    if shown is not None:
+        options.append(_help_all())
+    names = {option.name for option in options if option.name != _HELP_ALL}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [each for each in inspect.signature(command).parameters.values() if each.name != "flags"]
@@ -42,6 +52,7 @@ def recipe_options(only: Sequence[str] | None = None) -> Callable[[Callable[...,
 
         @functools.wraps(command)
         def with_options(**given: Any) -> None:
+            given.pop(_HELP_ALL, None)
             flags = {name: given.pop(name) for name in list(given) if name in names}
             command(**given, flags={name: value for name, value in flags.items() if value not in (None, [])})
 
@@ -167,7 +178,24 @@ def _toml_value(name: str, text: str) -> Any:
     )
 
 
-def _option(field: "dataclasses.Field[Any]") -> inspect.Parameter:
+def _help_all() -> inspect.Parameter:
+    """``--help-all``: the help with the options that ``--help`` hides."""
+
+    def show(context: typer.Context, wanted: bool) -> None:
+        if not wanted:
+            return
+        for parameter in context.command.params:
+            if hasattr(parameter, "hidden"):
+                parameter.hidden = False
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+    option = typer.Option("--help-all", callback=show, is_eager=True, help="Show all options, and exit.")
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(_HELP_ALL, keyword, default=False, annotation=Annotated[bool, option])
+
+
+def _option(field: "dataclasses.Field[Any]", *, hidden: bool = False) -> inspect.Parameter:
     kind, _ = kind_of(field_types()[field.name])
     annotation: Any = str | None
     name, metavar, choices = field.name, _METAVARS.get(kind), None
@@ -186,6 +214,7 @@ def _option(field: "dataclasses.Field[Any]") -> inspect.Parameter:
         help=_help(field),
         rich_help_panel=field.metadata["group"],
         metavar=metavar,
+        hidden=hidden,
         autocompletion=None if choices is None else _completion(choices),
     )
     keyword = inspect.Parameter.KEYWORD_ONLY
