@@ -251,9 +251,10 @@ def claim_from_dict(values: Mapping[str, Any]) -> Claim:
     estimate = given.get("estimate")
     if estimate is not None:
         ends = {"low": -math.inf, "high": math.inf}
-        given["estimate"] = Estimate(
-            **{name: ends.get(name) if value is None else value for name, value in estimate.items()}
-        )
+        finite: dict[str, Any] = {
+            name: ends.get(name) if value is None else value for name, value in estimate.items()
+        }
+        given["estimate"] = Estimate(**finite)
     return Claim(**given)
 
 
