@@ -33,7 +33,8 @@ CLASS = "the class token alone attends there, the edit is of attention among all
 NO_CORE = f"no softmax over tokens and product with values was seen in it; {INSTEAD}"
 _GIVE_EXAMPLE = "it takes a run of the model to find its query: give an input as example="
 _META = "it is on the meta device, where no run can find its query; edit it on another device"
-_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "h")
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "h")
+"""What modules call the number of their heads."""
 
 
 @dataclass(frozen=True)
@@ -444,7 +445,7 @@ def _count_of_heads(block: nn.Module, found: FoundQuery) -> tuple[str, str]:
         if not isinstance(module, nn.MultiheadAttention) or path != found.path:
             path = path.rpartition(".")[0]
         owner = block.get_submodule(path)
-        for attribute in (*_COUNTS, *(f"config.{name}" for name in _COUNTS)):
+        for attribute in (*HEAD_COUNTS, *(f"config.{name}" for name in HEAD_COUNTS)):
             if _attribute(owner, attribute) == found.channels.heads:
                 return path, attribute
         if not path:

@@ -35,6 +35,7 @@ from wellposed.anatomy.cores import attention_probabilities as attention_probabi
 from wellposed.anatomy.masks import far_below, hidden_by
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.model import no_attention as no_attention
+from wellposed.anatomy.queries import HEAD_COUNTS
 from wellposed.linalg.precision import full_float32, without_autocast
 from wellposed.probes.observe import is_repeated, padding_of, removing, stream_of, tokens_of
 
@@ -129,6 +130,7 @@ class AttentionWatch(TorchFunctionMode):
         self.see, self.images = see, images
         self.source: Source
         self.rows = Rows()
+        self.values: Tensor | None = None  # (images, W, H, M, D/H) that the probabilities weigh, if fused
         self._runs: list[_Run] = []  # the innermost block last
         self._seen: dict[int, int] = {}
         self.silent: dict[int, Block] = {}
@@ -196,9 +198,9 @@ class AttentionWatch(TorchFunctionMode):
         windows, rest = divmod(maps.shape[0], run.batch)
         if rest or axes not in (3, 4, 5) or (axes == 5 and windows != 1):
             raise ValueError(
-                "expected attention of shape (B, H, N, M), (B W, H, N, M), (B, W, H, N, M) or (B W H, N, M) "
-                f"for B = {run.batch} images in {run.block.name} ({type(run.block.module).__name__}), "
-                f"got {tuple(maps.shape)}; put the images first."
+                "expected attention of shape (B, H, N, M), (B W, H, N, M), (B, W, H, N, M), (B, H, W, N, M) "
+                f"or (B W H, N, M) for B = {run.batch} images in {run.block.name} "
+                f"({type(run.block.module).__name__}), got {tuple(maps.shape)}; put the images first."
             )
         order, run.shown = run.shown, run.shown + 1
         padding = padding_of(run.block, _rows_of(maps.shape, run.batch))
@@ -217,10 +219,47 @@ class AttentionWatch(TorchFunctionMode):
                 keys = keys.reshape(-1, windows if len(keys) > 1 else 1, 1, keys.shape[-1])
             elif keys is not None and keys.ndim == 3:  # (images W or 1, H or 1, N or 1)
                 keys = keys.reshape(-1, windows if len(keys) > 1 else 1, *keys.shape[1:])
+            values = maps.values
+            if values is not None:
+                values = values[first * windows : last * windows].detach()
+                values = values.reshape(last - first, *((windows,) if axes == 4 else ()), *values.shape[1:])
+            tells_heads = axes != 3 or windows == 1
+            if axes == 5:
+                swapped = _heads_are_first(run.block, p.shape[1], p.shape[2])
+                tells_heads = swapped is not None
+                p = _windows_first(p, swapped)
+                keys = keys if keys is None else _windows_first(keys, swapped)
+                values = values if values is None else _windows_first(values, swapped)
+            self.values = values
             of_these = padding[first:last] if isinstance(padding, Tensor) else padding
-            self.source = Source(maps.estimator, maps.dtype, order, axes != 3 or windows == 1)
+            self.source = Source(maps.estimator, maps.dtype, order, tells_heads)
             self.rows = Rows(keys, of_these)
             self.see(run.block, p)
+
+
+def _heads_are_first(block: Block, one: int, other: int) -> bool | None:
+    """Whether of two axes of attention the first is that of heads, by what the block says of their number.
+
+    True of (B, H, W, N, M), False of (B, W, H, N, M), as of a block that says nothing; None if unknown.
+    """
+    said = {
+        count
+        for part in block.module.modules()
+        for name in HEAD_COUNTS
+        if isinstance(count := getattr(part, name, None), int)
+    }
+    if not said or (other in said and (one not in said or one == 1)):
+        return False
+    if one in said and (other not in said or other == 1):
+        return True
+    return None
+
+
+def _windows_first(x: Tensor, heads_are_first: bool | None) -> Tensor:
+    """(B, W, H, ...); where heads cannot be told from windows, all are windows."""
+    if heads_are_first is None:
+        return x.flatten(1, 2)[:, :, None]
+    return x.transpose(1, 2) if heads_are_first else x
 
 
 def _rows_of(shape: tuple[int, ...], batch: int) -> Tensor:
@@ -236,6 +275,7 @@ class _Maps(NamedTuple):
     estimator: str
     dtype: torch.dtype
     keys: Callable[[slice], Tensor] | None = None
+    values: Tensor | None = None
 
 
 def _counted(hidden: Tensor | None, of_keys: int) -> Callable[[slice], Tensor] | None:
@@ -277,7 +317,15 @@ def _read_fused(
         "scaled_dot_product_attention", (query, key, value, attn_mask, dropout_p, is_causal), {}
     )
     seen = _counted(hidden, key.shape[-2]) if out.ndim == 4 else None
-    return _Maps((*out.shape[:-1], key.shape[-2]), rows, FROM_QK, _model_dtype(query), seen)
+    has_all = value.shape[:-2] == query.shape[:-2] and value.ndim > 3
+    return _Maps(
+        (*out.shape[:-1], key.shape[-2]),
+        rows,
+        FROM_QK,
+        _model_dtype(query),
+        seen,
+        value if has_all else None,
+    )
 
 
 def _read_softmax(out: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> _Maps | None:

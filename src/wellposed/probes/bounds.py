@@ -88,6 +88,11 @@ _MEASURES = _ATTENTION | _FFN | _CONVOLUTION
 _WATCHED = {position for position, _ in _MEASURES.values()}
 
 _MASKED = "the propositions are of attention that sees all tokens, and here a mask hides some"
+_RESHAPED = (
+    "its queries, keys or values are pooled or cut into windows after their projection, so that it attends "
+    "among other tokens than those that were projected"
+)
+_OTHER_VALUES = "what its probabilities weigh are not the outputs of its value projection, head by head"
 _PADDED = "the tokens of its texts are not all their own; give texts of one length, without padding"
 
 _Layers = TypeVar("_Layers")
@@ -139,6 +144,7 @@ class BoundsProbe:
     def _see_tokens(self, block: Block, position: str, tokens: Tensor) -> None:
         if padding_of(block, tokens) is not None:
             self._of[block.index].is_padded = True
+        self._of[block.index].images = self._of[block.index].images or len(tokens)
         if position in _WATCHED:
             self._of[block.index].see_position(position, tokens)
 
@@ -153,7 +159,7 @@ class BoundsProbe:
         if not self._watch.source.tells_heads:
             self._of[block.index].attention = "its heads and windows lie on one axis and cannot be told apart"
         elif self._watch.source.order == 0:
-            self._of[block.index].see_attention(p)
+            self._of[block.index].see_attention(p, self._watch.values)
 
     def records(self) -> list[Record]:
         records: list[Record] = []
@@ -205,14 +211,17 @@ class _BlockBounds:
 
     def see_position(self, position: str, tokens: Tensor) -> None:
         if position not in self.positions:
-            self.images = len(tokens)
             dtype = dtype_name(tokens.dtype)
             self.positions[position] = token_condition_number(tokens), estimator(tokens), dtype
 
-    def see_attention(self, p: Tensor) -> None:
+    def see_attention(self, p: Tensor, values: Tensor | None) -> None:
         """Kappa of P V (images, W, H) at once: the probabilities of all blocks would fill the memory."""
-        assert isinstance(self.attention, AttentionProjections)
+        if not isinstance(self.attention, AttentionProjections) or self.is_masked:
+            return
         images, windows, heads = p.shape[:3]
+        if reason := self._not_of_its_tokens(windows, heads, p.shape[-2:]):
+            self.attention = reason
+            return
         before = sum(len(part.kappa) for part in self.heads)
         inputs = self.inputs["v"][before * windows : (before + images) * windows]
         if not len(inputs):  # a second forward pass
@@ -220,7 +229,25 @@ class _BlockBounds:
         with without_autocast(p):
             v = self.attention.v(in_float64(inputs))
             v = v.reshape(images, windows, v.shape[-2], heads, -1).transpose(2, 3)
+            if values is not None and not _is_nearly(v, values):
+                self.attention = _OTHER_VALUES
+                return
             self.heads.append(condition_number(in_float64(p) @ v))
+
+    def _not_of_its_tokens(self, windows: int, heads: int, rows_and_keys: tuple[int, ...]) -> str:
+        """Bring what was projected to the windows (B W, N, D) that attend, or say why that cannot be."""
+        assert isinstance(self.attention, AttentionProjections)
+        if heads != self.attention.heads:
+            return f"it attends with {heads} heads where its module says {self.attention.heads}"
+        for letter, count in zip("qkv", (*rows_and_keys, rows_and_keys[-1]), strict=True):
+            if letter not in self.inputs:
+                return "the model did not run its projections, or not through its layers' weights"
+            cut = _in_windows(self.inputs[letter], self.images, windows, count)
+            if cut is None:
+                return _RESHAPED
+            self.inputs[letter] = cut
+        same = torch.equal(*(self.inputs[letter].nan_to_num() for letter in "kv"))
+        return "" if same else "its keys and its values are made of different tokens"
 
     def records(self) -> Iterator[Record]:
         for layers, measures, make in (
@@ -287,6 +314,7 @@ class _BlockBounds:
         layers = self.ffn
         assert isinstance(layers, FeedForward)
         x = in_float64(self.inputs["ffn"])
+        x = x if len(x) == self.images else x.reshape(self.images, -1, x.shape[-1])
         tokens, first, last = extremes(x), extremes(layers.first.W), extremes(layers.last.W)
         bound = bound_ffn(first.kappa, last.kappa, tokens.kappa)
         norm = tokens.largest * first.largest * last.largest
@@ -353,6 +381,25 @@ class _BlockBounds:
 def _uniform(block: Block) -> str:
     heads = ", ".join(map(str, uniform_heads_of(block)))
     return f"the propositions are of learned attention, but heads {heads} are uniform" if heads else ""
+
+
+def _is_nearly(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same up to half precision, where both are finite."""
+    if a.shape != b.shape:
+        return False
+    b = in_float64(b)
+    difference = torch.where(a.isfinite() & b.isfinite(), a - b, 0)
+    return bool(difference.norm() <= 0.03 * b.nan_to_num(posinf=0, neginf=0).norm())
+
+
+def _in_windows(x: Tensor, images: int, windows: int, tokens: int) -> Tensor | None:
+    """(B W, tokens, D) of a tensor with these on axes of their own; None where that would mix windows."""
+    if windows == 1 and x.shape[:-1] == (1, images * tokens):  # all images below one another
+        return x.reshape(images, tokens, -1)
+    for behind in range(1, x.ndim):
+        if (math.prod(x.shape[:behind]), math.prod(x.shape[behind:-1])) == (images * windows, tokens):
+            return x.reshape(images * windows, tokens, x.shape[-1])
+    return None
 
 
 def _or_reason(find: Callable[[Block], _Layers], block: Block) -> _Layers | str:

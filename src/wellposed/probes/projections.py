@@ -2,13 +2,14 @@
 
 Libraries name and pack the same three projections in their own ways: one ``qkv``, a ``q`` and a ``kv``,
 three layers, one parameter of ``nn.MultiheadAttention``; with biases beside the layer (BEiT, EVA) or none for
-the keys. Here they all come out as maps x -> x W + b, in float64.
+the keys; with the weight the other way round (GPT-2). Here they all come out as maps x -> x W + b, in
+float64.
 
 The inputs are read off the calls that use the weights: some libraries call the layer, others only
 ``F.linear`` with its weight, which no hook on the layer would see.
 """
 
-# Shapes: tokens (B', N, D) of B' images or windows, W (D_in, D_out), b (D_out,).
+# Shapes: tokens (B', N, D) of B' images or windows, or (1, B' N, D); W (D_in, D_out), b (D_out,).
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -18,17 +19,23 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.model import Block
+from wellposed.anatomy.queries import HEAD_COUNTS
 from wellposed.linalg.precision import in_float64
 from wellposed.probes.observe import layout_of
 
 Input = Literal["q", "k", "v", "ffn", "convolution"]
 SeeInput = Callable[[Block, Input, Tensor], None]
-"""Gets a block, what is made of the tokens (B', N, D), and these; the convolution's image is (B, D, H, W)."""
+"""Gets a block, what is made of the tokens (B', N, D), and these.
+
+The convolution's image is (B, D, H, W). What goes into attention keeps the axes that the model gives it, as
+(B', H, W, D), and where a model puts the tokens of all images below one another, it is (1, B' N, D).
+"""
 
 # Which of q, k and v a layer makes, stacked in this order, and its path in the attention module.
 _PROJECTIONS: tuple[dict[str, str], ...] = (
@@ -38,11 +45,33 @@ _PROJECTIONS: tuple[dict[str, str], ...] = (
     {"q": "q_proj", "k": "k_proj", "v": "v_proj"},
     {"q": "query", "k": "key", "v": "value"},
     {"q": "attention.query", "k": "attention.key", "v": "attention.value"},
+    {"q": "self.query", "k": "self.key", "v": "self.value"},
+    {"q": "q_lin", "k": "k_lin", "v": "v_lin"},
+    {"qkv": "c_attn"},
 )
-_OUTPUTS = ("proj", "o_proj", "out_proj", "output.dense")
-_HEAD_COUNTS = ("num_heads", "num_attention_heads")
+_OUTPUTS = ("proj", "o_proj", "out_proj", "output.dense", "dense", "out_lin", "c_proj")
 # Of a gated MLP's two input layers, the one that goes through the activation.
 _GATES = ("gate_proj", "fc1_g", "w1")
+
+
+class _Layer(NamedTuple):
+    """A module that maps x to x W + b, with its weight as nn.Linear's (D_out, D_in)."""
+
+    module: nn.Module
+    weight: Tensor
+    bias: Tensor | None
+    source: Tensor  # the parameter itself
+
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[0]
+
+    def map(self) -> "Map":
+        return _map(self.weight, self.bias)
 
 
 class Map(NamedTuple):
@@ -115,15 +144,22 @@ def attention_projections(block: Block) -> AttentionProjections:
     for letters, layer in layers.items():
         assert layer is not None
         # Of a parametrization the weight is another tensor at each look: nobody can tell who uses it.
-        if is_parametrized(layer):
+        if is_parametrized(layer.module):
             raise ValueError(f"expected plain weights in {name}, got a parametrization; remove it first.")
         bias = _bias(attention, letters, layer)
-        sources[letters] = layer.weight
+        sources[letters] = layer.source
         maps |= _unpacked(letters, layer.weight, bias)
     # CaiT lets its heads talk.
     remark = "the heads are mixed after the softmax" if _linear(attention, "proj_w") else ""
-    out_map = _map(out.weight, out.bias)
+    out_map = out.map()
     heads = _heads(name, attention)
+    widths = [layer.W.shape[1] for layer in maps.values()]
+    if len({*widths[:2]}) > 1 or widths[2] != len(out_map.W):
+        raise ValueError(
+            f"expected queries, keys and values of one width for each head in {name}, got "
+            f"{', '.join(map(str, widths))} channels of them for an output projection of {len(out_map.W)}: "
+            "heads share keys, or its projections are packed in parts of different widths."
+        )
     return AttentionProjections(heads, maps["q"], maps["k"], maps["v"], out_map, sources, remark)
 
 
@@ -132,34 +168,38 @@ def feed_forward(block: Block) -> FeedForward | str:
     place = block.place("mlp.middle")
     if isinstance(place, str):
         return f"no MLP over several tokens: {place}"
-    last = place.owner
-    parent_name = place.name.removeprefix(block.name).strip(".").rpartition(".")[0]
-    parent = block.module.get_submodule(parent_name)
+    path = place.name.removeprefix(block.name).strip(".").rpartition(".")[0]
+    parent, child = block.module.get_submodule(path), place.owner
+    # In BERT and its kin a module with a norm and a dropout stands around each of the two layers.
+    find = _layer if _layer(child) is not None else _only_layer
+    last = find(child)
+    while path and last is not None and _only_layer(parent) is not None:
+        path, child, find = path.rpartition(".")[0], parent, _only_layer
+        parent = block.module.get_submodule(path)
     layers = {
         name: layer
-        for name, layer in parent.named_children()
-        if isinstance(layer, nn.Linear) and layer is not last
+        for name, other in parent.named_children()
+        if other is not child and (layer := find(other)) is not None
     }
-    if isinstance(last, nn.Linear):
-        hidden = last.in_features
-        plain = [name for name, layer in layers.items() if layer.out_features == hidden]
-        packed = [name for name, layer in layers.items() if layer.out_features == 2 * hidden]
+    if last is not None:
+        hidden = last.inputs
+        plain = [name for name, layer in layers.items() if layer.outputs == hidden]
+        packed = [name for name, layer in layers.items() if layer.outputs == 2 * hidden]
         beside_gate = [name for name in plain if name not in _GATES]
-        last_map = _map(last.weight, last.bias)
+        last_map = last.map()
         if len(plain) == 1:
             first = layers[plain[0]]
-            return FeedForward(_map(first.weight, first.bias), last_map, first.weight, _between(parent))
+            return FeedForward(first.map(), last_map, first.source, _between(parent))
         if len(plain) == 2 and len(beside_gate) == 1:
             first = layers[beside_gate[0]]
-            remark = f"gated: W1 is {beside_gate[0]}"
-            return FeedForward(_map(first.weight, first.bias), last_map, first.weight, remark)
+            return FeedForward(first.map(), last_map, first.source, f"gated: W1 is {beside_gate[0]}")
         if len(packed) == 1:
             first = layers[packed[0]]
             # timm's GluMlp takes the gate from either half, everyone else from the first.
             half = slice(0, hidden) if getattr(parent, "gate_last", False) else slice(hidden, None)
             first_map = _map(first.weight[half], None if first.bias is None else first.bias[half])
             remark = f"gated: W1 is the half of {packed[0]} beside the gate"
-            return FeedForward(first_map, last_map, first.weight, remark)
+            return FeedForward(first_map, last_map, first.source, remark)
     raise _unknown(place.name.rpartition(".")[0], parent, "the first linear layer of an MLP")
 
 
@@ -212,6 +252,9 @@ class _Calls(TorchFunctionMode):
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             if found := self.watched.get(id(weight)):
                 self._tell(*found, args[0] if args else kwargs["input"])
+        elif func is torch.addmm:
+            if found := self.watched.get(id(args[2] if len(args) > 2 else kwargs["mat2"])):
+                self._tell(*found, (args[1] if len(args) > 1 else kwargs["mat1"])[None])
         elif func is functional.multi_head_attention_forward:
             weight = args[5] if len(args) > 5 else kwargs["in_proj_weight"]
             if found := self.watched.get(id(weight)):
@@ -225,7 +268,7 @@ class _Calls(TorchFunctionMode):
         if kind in ("ffn", "convolution"):
             self.see(block, _input(kind), x if kind == "convolution" else to_tokens(x, layout_of(block)))
             return
-        # Attention modules take (B, N, D), class attention asks with (B, D).
+        # Attention modules take (B, N, D) or a grid, class attention asks with (B, D).
         tokens = x[:, None] if x.ndim == 2 else x
         for letter in kind:
             self.see(block, _input(letter), tokens)
@@ -250,7 +293,7 @@ def _of_multihead_attention(name: str, attention: nn.MultiheadAttention) -> Atte
     )
 
 
-def _bias(attention: nn.Module, letters: str, layer: nn.Linear) -> Tensor | None:
+def _bias(attention: nn.Module, letters: str, layer: _Layer) -> Tensor | None:
     beside = [getattr(attention, f"{letter}_bias", None) for letter in "qkv"]
     if letters == "qkv" and layer.bias is None and isinstance(beside[0], Tensor):
         q = beside[0]
@@ -275,19 +318,37 @@ def _map(weight: Tensor, bias: Tensor | None) -> Map:
     return Map(in_float64(weight).mT, None if bias is None else in_float64(bias))
 
 
-def _linear(module: nn.Module, path: str) -> nn.Linear | None:
+def _linear(module: nn.Module, path: str) -> _Layer | None:
     found: Any = module
     for name in path.split("."):
         found = getattr(found, name, None)
-    return found if isinstance(found, nn.Linear) else None
+    return _layer(found)
+
+
+def _layer(module: Any) -> _Layer | None:
+    if isinstance(module, nn.Linear):
+        return _Layer(module, module.weight, module.bias, module.weight)
+    # The Conv1D of transformers: its weight is (D_in, D_out) = (nx, nf).
+    sizes = getattr(module, "nx", None), getattr(module, "nf", None)
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor) and tuple(weight.shape) == sizes:
+        return _Layer(module, weight.mT, module.bias, weight)
+    return None
+
+
+def _only_layer(module: nn.Module) -> _Layer | None:
+    """The linear layer in a module that holds one."""
+    layers = [layer for part in module.modules() if (layer := _layer(part)) is not None]
+    has_scale_behind = any(isinstance(part, _BatchNorm) for part in module.modules())
+    return layers[0] if len(layers) == 1 and not has_scale_behind else None
 
 
 def _heads(name: str, attention: nn.Module) -> int:
-    for owner in (attention, getattr(attention, "attention", None)):
-        for attribute in _HEAD_COUNTS:
+    for owner in (attention, getattr(attention, "attention", None), getattr(attention, "self", None)):
+        for attribute in HEAD_COUNTS:
             if isinstance(count := getattr(owner, attribute, None), int):
                 return count
-    raise _unknown(name, attention, f"the number of heads as {' or '.join(_HEAD_COUNTS)}")
+    raise _unknown(name, attention, f"the number of heads as {' or '.join(HEAD_COUNTS)}")
 
 
 def _between(mlp: nn.Module) -> str:
@@ -296,13 +357,19 @@ def _between(mlp: nn.Module) -> str:
 
 
 def _patterns() -> str:
-    return " or ".join("(" + ", ".join(pattern.values()) + ")" for pattern in _PROJECTIONS)
+    return " or ".join(f"({', '.join(pattern)})" for pattern in _PROJECTIONS[:3])
 
 
 def _unknown(name: str, module: nn.Module, wanted: str) -> ValueError:
-    linears = [path for path, child in module.named_modules() if path and isinstance(child, nn.Linear)]
+    def those(is_one: Callable[[nn.Module], bool]) -> str:
+        return ", ".join(path for path, child in module.named_modules() if path and is_one(child))
+
+    found = "no linear layer"
+    if linears := those(lambda child: _layer(child) is not None):
+        found = f"the linear layers {linears}"
+    elif convolutions := those(lambda child: isinstance(child, nn.Conv1d | nn.Conv2d | nn.Conv3d)):
+        found = f"convolutions, {convolutions},"
     return ValueError(
-        f"expected {wanted} in {name} ({type(module).__name__}), found "
-        f"{'the linear layers ' + ', '.join(linears) if linears else 'no linear layer'} in it; "
-        "name the layers as one of the libraries does."
+        f"expected {wanted} in {name} ({type(module).__name__}), found {found} in it; name the layers as one "
+        "of the libraries does."
     )
