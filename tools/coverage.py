@@ -163,7 +163,7 @@ def _probed(model: nn.Module, name: str, example: Example, found: list[Block]) -
     one = next(iter(attending + usable), None)
     try:
         if name == "bounds":
-            records = bounds(model, inputs, images_limit=1, blocks=one.index if one else None)
+            records = bounds(model, inputs, images_limit=1, blocks=one.index if one else None, strict=False)
         elif name == "jacobian":
             block, part = (one.index, one.row.names[0]) if one else (0, "attention")
             spectrum = jacobian_spectrum(model, inputs, block=block, part=part, max_steps=3, k=1)
