@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from wellposed.anatomy.example import Example, eagerly, given_example, made_exam
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.model import blocks as all_blocks
 from wellposed.anatomy.proof import Proofs, proofs
+from wellposed.anatomy.rows import Position
 from wellposed.errors import NoMeaningError
 from wellposed.probes.bounds import bounds
 from wellposed.probes.jacobian import jacobian_spectrum
@@ -151,7 +152,8 @@ def _edited(
     if all(torch.allclose(a, b, rtol=1e-6, atol=0) for a, b in zip(plain, edited, strict=True)):
         return Tried(False, 0, ["the output is the same as without it"])
     touched = {one.block for one in made if one.block is not None}
-    return Tried(True, len(touched), [] if len(touched) == len(found) else _refusals(found))
+    others = [block for block in found if block.index not in touched]
+    return Tried(True, len(touched), sorted({*_refusals(others), *_without_a_place(edit, others)}))
 
 
 def _probed(model: nn.Module, name: str, example: Example, found: list[Block]) -> Tried:
@@ -196,6 +198,15 @@ def _reasons(error: Exception, model: nn.Module, found: list[Block]) -> list[str
 
 def _refusals(found: list[Block]) -> list[str]:
     return sorted({_short(block.row.refused) for block in found if block.row.refused})
+
+
+def _without_a_place(edit: Callable[..., wp.Edits], found: list[Block]) -> Iterable[str]:
+    """Why an operation has no place in some blocks."""
+    where = getattr(edit, "keywords", {}).get("where")
+    if where in get_args(Position):
+        for block in found:
+            if not block.row.refused and isinstance(tap := block.row.tap(where), str):
+                yield _short(tap)
 
 
 def _short(text: str, model: nn.Module | None = None) -> str:

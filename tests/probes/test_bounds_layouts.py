@@ -242,6 +242,23 @@ def test_attention_among_other_tokens_has_no_bound(kind: str, reason: str) -> No
     assert found[0, "kappa ffn", None].status == "ok"
 
 
+class SideBySide(OneBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        return x + (self.attn(y) + self.mlp(y))
+
+
+def test_attention_and_ffn_that_are_added_as_one_have_no_bounds() -> None:
+    model = Model(Attention("plain")).double().eval()
+    model.block = SideBySide(Attention("plain")).double().eval()
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    assert [block.row.roles for block in blocks(model, example=images)] == [("parallel",)]
+    found = by(bounds(model, images, strict=False))
+    assert {record.note for record in found.values()} == {
+        "its attention and its FFN are added as one, and the propositions are of each alone"
+    }
+
+
 class ValuesOfTheirOwn(nn.MultiheadAttention):
     """Queries and keys with positions, values without, as in DETR."""
 

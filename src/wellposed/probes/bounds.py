@@ -92,6 +92,7 @@ _RESHAPED = (
     "its queries, keys or values are pooled or cut into windows after their projection, so that it attends "
     "among other tokens than those that were projected"
 )
+_TOGETHER = "its attention and its FFN are added as one, and the propositions are of each alone"
 _OTHER_VALUES = "what its probabilities weigh are not the outputs of its value projection, head by head"
 _PADDED = "the tokens of its texts are not all their own; give texts of one length, without padding"
 
@@ -198,6 +199,8 @@ class _BlockBounds:
             self.attention = reason or _or_reason(attention_projections, block)
         if "ffn" in roles:
             self.ffn = _or_reason(feed_forward, block)
+        if "parallel" in roles:
+            self.attention = self.ffn = _TOGETHER
         self.convolution = depthwise_convolution(block)
 
     def sources(self) -> dict[str, Tensor]:
