@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from studies.study import Records
-from wellposed.stats import Claim, Direction, Estimate, Median, median, paired
+from wellposed.stats import Claim, Direction, Estimate, Median, median, paired, paired_median
 from wellposed.study_records import RunRecord
 
 ACCURACY = "points of accuracy"
@@ -145,6 +145,21 @@ def log_kappa(run: RunRecord, position: str, block: int | None = None) -> Median
         return None
     bounds = [row.get("status", "ok") == "at least" for row in rows]
     return median([math.log(row["value"]) for row in rows], bounds)
+
+
+def kappa_difference(first: Mapping[int, Median], second: Mapping[int, Median]) -> Estimate | None:
+    """``first - second`` of medians of ln kappa by seed, as :func:`log_kappa` gives them.
+
+    Where some of ``first`` are lower bounds, so are these differences, and their median is compared. A
+    seed whose ``second`` is a lower bound says nothing: its difference may be anything.
+    """
+    seeds = [seed for seed in first.keys() & second.keys() if not second[seed].at_least]
+    if not seeds:
+        return None
+    sides = [{seed: side[seed].value for seed in seeds} for side in (first, second)]
+    if any(first[seed].at_least for seed in seeds):
+        return paired_median(*sides, {seed: first[seed].at_least for seed in seeds})
+    return paired(*sides)
 
 
 def entropies(run: RunRecord, weights: str = "last") -> dict[tuple[int, int], float]:
