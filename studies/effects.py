@@ -1,10 +1,10 @@
 """What each change is worth on each data set, of all studies in one picture.
 
-    python benchmarks/effects_picture.py [--studies results/studies] [--out results/effects]
+    python -m studies.effects [--out results/effects]
 
-Reads the tables that ``wellposed study`` has written; trains nothing. Points of accuracy beside the same
-model without the change, by seed. Hollow marks are no difference: smaller than their deviation, or with one
-seed smaller than two points.
+Reads the tables that ``python -m studies`` has written; trains nothing. Points of accuracy compared with the
+same model without the change, by seed, with intervals of 95%. Hollow marks are undecided: zero is in their
+interval, or there is one seed and so no interval.
 """
 
 import argparse
@@ -14,7 +14,8 @@ from pathlib import Path
 
 import matplotlib
 
-from wellposed.study.files import write_table
+from studies.report import write_table
+from studies.study import Scale, folder_of
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -36,7 +37,7 @@ class Row:
     study: str
     variant: str
     paper: float | None = None
-    scale: str = "small"
+    scale: Scale = "small"
 
 
 EDITS = (
@@ -69,14 +70,18 @@ class Effect:
     study: str
     data: str
     points: float
-    deviation: float | None
+    low: float | None
+    high: float | None
     n: int
-    is_difference: bool
+
+    @property
+    def is_decided(self) -> bool:
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
-def effects(row: Row, studies: Path) -> list[Effect]:
+def effects(row: Row) -> list[Effect]:
     """Those that the study's table has; a table without any is an error."""
-    path = studies / f"{row.study}-{row.scale}" / "table.csv"
+    path = folder_of(row.study, row.scale) / "table.csv"
     with path.open(newline="") as file:
         every = [line for line in csv.DictReader(file) if line["variant"] == row.variant]
     lines = [line for line in every if line["difference"]]
@@ -88,9 +93,9 @@ def effects(row: Row, studies: Path) -> list[Effect]:
             row.study,
             line["data"],
             float(line["difference"]),
-            float(line["difference_deviation"]) if line["difference_deviation"] else None,
-            int(line["n"]),
-            line["is_difference"] == "True",
+            float(line["low"]) if line["low"] else None,
+            float(line["high"]) if line["high"] else None,
+            int(line["pairs"]),
         )
         for line in lines
     ]
@@ -107,11 +112,11 @@ def draw(plot: Axes, rows: tuple[Row, ...], found: dict[str, list[Effect]]) -> N
             plot.errorbar(
                 [effect.points],
                 [at],
-                xerr=None if effect.deviation is None else [effect.deviation],
+                xerr=None if effect.high is None else [effect.high - effect.points],
                 fmt="o" if effect.n > 1 else "D",
                 markersize=5,
                 color=colour,
-                markerfacecolor=colour if effect.is_difference else "white",
+                markerfacecolor=colour if effect.is_decided else "white",
                 capsize=2,
             )
         if row.paper is not None:
@@ -124,10 +129,9 @@ def draw(plot: Axes, rows: tuple[Row, ...], found: dict[str, list[Effect]]) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--studies", type=Path, default=Path("results/studies"))
     parser.add_argument("--out", type=Path, default=Path("results/effects"))
     options = parser.parse_args()
-    found = {row.name: effects(row, options.studies) for row in (*EDITS, *SKIPS)}
+    found = {row.name: effects(row) for row in (*EDITS, *SKIPS)}
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure, plots = plt.subplots(
         2,
@@ -141,7 +145,7 @@ def main() -> None:
     for index, name in enumerate(SETS.values()):
         plots[0].plot([], [], "o", color=f"C{index}", label=name)
     plots[0].plot([], [], color="black", linewidth=2, label="the paper")
-    plots[0].plot([], [], "o", color="0.4", markerfacecolor="white", label="no difference")
+    plots[0].plot([], [], "o", color="0.4", markerfacecolor="white", label="undecided")
     plots[0].plot([], [], "D", color="0.4", label="one seed")
     plots[0].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(options.out.with_suffix(".png"), dpi=120)
