@@ -7,35 +7,15 @@ sample, with n - 1; they describe runs and decide nothing.
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from studies.study import Records
 from wellposed.stats import Claim, Direction, Estimate, Median, median, paired, paired_median
+from wellposed.stats import Spread as Spread
+from wellposed.stats import spread as spread
 from wellposed.study_records import RunRecord
 
 ACCURACY = "points of accuracy"
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean and sample deviation of n values; no deviation of one."""
-
-    mean: float
-    deviation: float | None
-    n: int
-
-
-def spread(values: Iterable[float | None]) -> Spread | None:
-    """Of the values that are there; None of none.
-
-    >>> spread([1.0, 2.0, None])
-    Spread(mean=1.5, deviation=0.7071067811865476, n=2)
-    """
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    if not known:
-        return None
-    return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
 
 
 def accuracies(runs: Iterable[RunRecord]) -> dict[int, float]:
