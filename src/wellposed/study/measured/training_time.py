@@ -1,4 +1,4 @@
-"""What each method adds to a training step, by ``wellposed bench graying`` (ASA, training time)."""
+"""What each method adds to a training step, by ``python -m benchmarks graying`` (ASA, training time)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
-from wellposed.bench.graying import run_steps, usual_device, usual_steps
-from wellposed.bench.steps import PLAIN
-from wellposed.bench.timing import device_name
+from benchmarks.graying import run_steps, usual_steps
+from benchmarks.graying_steps import PLAIN
+from benchmarks.timing import device_name, usual_device
 from wellposed.study.figures import Canvas
 from wellposed.study.measured.settings import plain_vit
 from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport, Verdict
