@@ -37,9 +37,8 @@ Column = dict[str, dict[str, Any]]
 def oldest() -> dict[str, str]:
     """The lower bounds of pyproject.toml: of the libraries, and of accelerate, which they go with."""
     told = project()["project"]
-    ranges = [
-        Requirement(text) for text in told["dependencies"] + told["optional-dependencies"]["transformers"]
-    ]
+    extras = told["optional-dependencies"]
+    ranges = [Requirement(text) for text in told["dependencies"] + extras["transformers"] + extras["train"]]
     bounds = {
         range_.name: bound.version
         for range_ in ranges

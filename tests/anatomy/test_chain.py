@@ -10,7 +10,7 @@ import wellposed as wp
 from wellposed.anatomy import Add, BlockRow, after, blocks, taps, teach, verify
 from wellposed.anatomy.families import BLOCKS, EMBEDDINGS
 from wellposed.anatomy.seam import close_seam, is_seamed, joins, open_seam
-from zoo import BY_NAME, CASES, Case, every_family, output
+from zoo import BY_NAME, CASES, Case, each_kind, every_family, output
 
 
 def open_all(model: nn.Module) -> None:
@@ -46,7 +46,7 @@ def test_an_open_seam_changes_nothing(case: Case) -> None:
     assert [type(m).__name__ for m in model.modules() if type(m).__name__ != "Join"] == names
 
 
-@every_family
+@each_kind
 def test_an_open_seam_leaves_the_gradients(case: Case) -> None:
     model, x = case.model(), case.input()
     seamed = copy.deepcopy(model)
@@ -69,7 +69,7 @@ def test_the_joins_carry_the_residual_stream(case: Case) -> None:
     assert torch.equal(output(model, x), expected)
 
 
-@every_family
+@each_kind
 def test_the_chain_holds_with_skips_removed(case: Case) -> None:
     model, x = case.model(), case.input()
     wp.remove_skips(model, "all")

@@ -66,6 +66,7 @@ def tokens(spectrum: torch.Tensor, channels: int, images: int = 2) -> torch.Tens
     return ((U * spectrum.double()) @ V.mT).float().cuda()
 
 
+@pytest.mark.every_value
 @on_hopper
 @pytest.mark.parametrize("eps", [0.3, 0.5, 0.7, 0.9, 0.99])
 @pytest.mark.parametrize("name", [*SPECTRA, "Gaussian", "tall", "many"])

@@ -30,6 +30,7 @@ def spectra(kappa: float, n: int = TOKENS) -> dict[str, Tensor]:
 over_spectra = pytest.mark.parametrize("name", spectra(10))
 
 
+@pytest.mark.pairwise
 @over_spectra
 @pytest.mark.parametrize("kappa", [1e2, 1e4, 1e5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -55,6 +56,7 @@ def largest_error(x: Tensor, eps: float) -> float:
     return ((actual.double() - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))).max().item()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", ["geometric", "power law", "one large"])
 @pytest.mark.parametrize("kappa", [1e2, 1e4, 1e5])
 @pytest.mark.parametrize("eps", [0.1, 0.3, 0.7])

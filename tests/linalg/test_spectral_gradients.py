@@ -58,6 +58,7 @@ def spectra(kappa: float, n: int = TOKENS) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("kappa", [1e1, 1e2, 1e3, 1e4])
 @pytest.mark.parametrize("name", spectra(10))
 def test_close_to_the_exact_gradient(name, kappa):
@@ -68,6 +69,7 @@ def test_close_to_the_exact_gradient(name, kappa):
             assert relative(actual, exact_gradient(x, upstream, eps)) <= 1e-2  # seen 2.1e-3
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("kappa", [1e1, 1e2, 1e3, 1e4])
 @pytest.mark.parametrize("name", spectra(10))
 def test_along_the_tokens_themselves(name, kappa):
@@ -87,6 +89,7 @@ def test_flat_gaussian_of_many_tokens():
         assert relative(actual, exact_gradient(x, upstream, eps)) <= 1e-2
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("kappa", [1e1, 1e2, 300])
 @pytest.mark.parametrize("name", spectra(10))
 def test_in_float32(name, kappa):

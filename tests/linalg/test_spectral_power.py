@@ -50,6 +50,7 @@ def largest_error(y: Tensor, s: Tensor, eps: float, above: float) -> float:
     return error[s >= above * s[..., :1] * (1 - 1e-6)].max().item()
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("kappa", KAPPAS)
 @pytest.mark.parametrize("name", spectra(10))
 def test_prescribed_spectrum_in_float64(name, kappa):
@@ -61,6 +62,7 @@ def test_prescribed_spectrum_in_float64(name, kappa):
         assert largest_error(spectral_power(x.mT, eps), s.expand(2, -1), eps, 1e-4) <= FLOAT64_BOUND
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("kappa", [*KAPPAS[:2], 300, *KAPPAS[2:]])
 @pytest.mark.parametrize("name", spectra(10))
 def test_prescribed_spectrum_of_float32_tokens(name, kappa):
@@ -74,6 +76,7 @@ def test_prescribed_spectrum_of_float32_tokens(name, kappa):
         assert largest_error(wide, s, eps, 1e-4) <= FLOAT64_BOUND
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize(("tokens", "channels"), [(8, 16), (48, 80), (100, 100)])
 @pytest.mark.parametrize("eps", EPSILONS)
 def test_hardest_spectrum_for_float32(tokens, channels, eps):

@@ -65,7 +65,7 @@ def forward_and_gradient(module: torch.nn.Module, batch: Tensor) -> tuple[Tensor
     return out.detach(), grad
 
 
-@pytest.mark.pairwise
+@pytest.mark.every_value
 @over_modules
 @over_dtypes
 @over_bad_values

@@ -18,6 +18,7 @@ from wellposed.probes.attention_maps import (
     FROM_SCORES,
     FROM_SOFTMAX,
     FROM_WEIGHTS,
+    Source,
     attention_probabilities,
     watching_attention,
 )
@@ -141,7 +142,7 @@ def test_every_softmax_is_read(name: str) -> None:
     shown, out = show(lambda _: SOFTMAXES[name](scores))
     ((_, p, source),) = shown
     assert torch.equal(p[:, 0], out[:2])
-    assert source == (FROM_SOFTMAX, torch.float32, 0)
+    assert source == Source(FROM_SOFTMAX, torch.float32, 0)
 
 
 def test_softmax_in_half_precision_is_made_again() -> None:
@@ -149,7 +150,7 @@ def test_softmax_in_half_precision_is_made_again() -> None:
     shown, _ = show(lambda _: scores.softmax(-1))
     ((_, p, source),) = shown
     assert torch.allclose(p[:, 0], scores[:2].float().softmax(-1), atol=1e-7)
-    assert source == (FROM_SCORES, torch.bfloat16, 0)
+    assert source == Source(FROM_SCORES, torch.bfloat16, 0)
 
 
 def test_other_softmaxes_are_passed_over() -> None:
@@ -178,7 +179,14 @@ def test_the_axes_of_attention(shape: tuple[int, ...], expected: tuple[int, ...]
     assert torch.equal(p.flatten(), out[: 2 * shape[0] // 3].flatten())
 
 
-@pytest.mark.parametrize("shape", [(12, 5, 5), (4, 4, 5, 5), (6, 2, 4, 5, 5), (3, 1, 1, 4, 5, 5)])
+def test_heads_and_windows_on_one_axis_are_shown_as_windows() -> None:
+    shown, out = show(lambda _: torch.randn(12, 5, 5).softmax(-1))
+    ((_, p, source),) = shown
+    assert not source.tells_heads
+    assert torch.equal(p.flatten(), out[:8].flatten())
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 5, 5), (6, 2, 4, 5, 5), (3, 1, 1, 4, 5, 5)])
 def test_axes_that_cannot_be_told_apart_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"for B = 3 images in free\.0 \(Free\)"):
         show(lambda _: torch.randn(shape).softmax(-1))
@@ -228,7 +236,7 @@ def test_multi_head_attention(batch_first: bool, kind: str) -> None:
     ((_, p, source),) = shown
     assert p.dtype == torch.float32
     assert torch.allclose(p[:, 0], expected[:2], atol=1e-6)
-    assert source == (FROM_WEIGHTS, x.dtype, 0)
+    assert source == Source(FROM_WEIGHTS, x.dtype, 0)
 
 
 # Errors

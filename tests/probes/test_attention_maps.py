@@ -22,7 +22,7 @@ from wellposed.probes.attention_maps import (
     watching_attention,
 )
 from wellposed.probes.observe import observed
-from zoo import BY_NAME, CASES, KINDS, Case, each_kind, every_family, families, output
+from zoo import BY_NAME, CASES, KINDS, Case, each_kind, families, output
 
 # (W, H, N, M) of each block
 WINDOWS = [(4, 2, 16, 16)] * 2 + [(1, 2, 16, 16)] * 2
@@ -73,7 +73,7 @@ def test_rows_are_probabilities_of_the_expected_shape(case: Case) -> None:
         assert source.dtype == torch.float32
 
 
-@every_family
+@each_kind
 def test_the_result_and_the_model_stay_as_they_are(case: Case) -> None:
     model, x = case.model(), images_of(case, 3)
     expected, before = output(model, x), fingerprint(model)

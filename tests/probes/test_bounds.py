@@ -27,7 +27,7 @@ from wellposed.probes.attention_maps import no_attention
 from wellposed.probes.bounds import bounds
 from wellposed.probes.tables import as_text, bounds_table
 from wellposed.records import Record, from_dict, to_dict, write_json
-from zoo import BY_NAME, Case, every_family, families
+from zoo import BY_NAME, Case, each_kind, families
 
 
 def kappa(x: Any) -> float:
@@ -239,7 +239,7 @@ def test_convmixer_against_numpy():
 # Every family, and models that the bounds do not fit
 
 
-@every_family
+@each_kind
 def test_every_family(case: Case):
     model, images = case.model(), case.input(2)
     before = fingerprint(model)

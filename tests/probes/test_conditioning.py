@@ -64,7 +64,7 @@ def test_against_numpy() -> None:
         assert record.tolerance is not None
 
 
-@zoo.every_family
+@zoo.each_kind
 def test_every_family(case: zoo.Case) -> None:
     model, x = case.model(), case.input(2)
     before = fingerprint(model)

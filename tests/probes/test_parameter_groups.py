@@ -4,10 +4,10 @@ from reference.gradients import single_images
 from wellposed.anatomy import blocks
 from wellposed.anatomy.seam import is_seamed
 from wellposed.probes.parameter_groups import parameter_groups
-from zoo import BY_NAME, Case, every_family, families
+from zoo import BY_NAME, Case, each_kind, families
 
 
-@every_family
+@each_kind
 def test_every_parameter_is_in_one_group_and_parts_make_up_their_block(case: Case) -> None:
     model, x = case.model(), case.input(1)
     image = single_images(case, x)[0]

@@ -15,7 +15,7 @@ from wellposed.errors import UnknownModelError
 from wellposed.probes.jacobian import products
 from wellposed.probes.observe import observed, watching_tokens
 from wellposed.probes.subblock import SubBlock, sub_block
-from zoo import BY_NAME, Case, each_kind, every_family, families
+from zoo import BY_NAME, Case, each_kind, families
 
 
 def one_image(case: Case, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -42,7 +42,7 @@ def tokens(model: nn.Module, cut: SubBlock, x: Tensor) -> Tensor:
     return to_tokens(x, block.row.layout_of(block.module))
 
 
-@every_family
+@each_kind
 def test_every_part_is_what_the_model_computes(case: Case) -> None:
     model, x = case.model(), one_image(case)
     seen = tokens_seen(model, x)
@@ -84,7 +84,7 @@ def test_the_whole_block_is_the_block(case: Case) -> None:
         assert cut.skip is None
 
 
-@every_family
+@each_kind
 def test_products_are_the_derivative(case: Case) -> None:
     model, x = case.model(dtype=torch.float64), one_image(case, torch.float64)
     draw = torch.Generator().manual_seed(5)

@@ -72,7 +72,7 @@ def test_state_dict_keys_stay_but_for_scales(case: Case) -> None:
     model.load_state_dict(case.model(seed=3).state_dict(), strict=True)
 
 
-@every_family
+@each_kind
 def test_broadcasting_at_every_position(case: Case) -> None:
     model, x = case.model(), case.input()
     plain = output(model, x)
@@ -96,7 +96,7 @@ def test_broadcasting_at_every_position(case: Case) -> None:
         wp.restore(model)
 
 
-@every_family
+@each_kind
 def test_graying_everywhere(case: Case) -> None:
     model, x = case.model(), case.input()
     plain = output(model, x)

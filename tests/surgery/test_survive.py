@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import wellposed as wp
-from zoo import BY_NAME, KINDS, Case, each_kind, every_family, families, output, some_families
+from zoo import BY_NAME, KINDS, Case, each_kind, families, output, some_families
 
 # For compilers and ONNX, which take seconds: a plain model, windows, class attention, convolutions, fused
 # attention with a bias (and transformers), packed parameters, images on the second axis.
@@ -215,7 +215,7 @@ def similar(low: Tensor, exact: Tensor) -> bool:
     return cosine.item() > 0.9
 
 
-@every_family
+@each_kind
 def test_bf16_autocast(case: Case) -> None:
     model, x = edited(case), case.input()
     exact = output(model, x)
