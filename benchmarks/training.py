@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 from benchmarks.timing import write
-from wellposed.train.log import read_run
+from wellposed.run_records import read_run
 from wellposed.train.recipe import Recipe
 from wellposed.train.recipe_file import write_recipe
 from wellposed.train.runs import TrainedRun, open_run

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from wellposed.probes.image_sources import SUFFIXES, decode
+from wellposed.image_files import SUFFIXES, decode
 from wellposed.report.charts import distinct
 from wellposed.report.subjects import Material
 

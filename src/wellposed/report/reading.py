@@ -25,8 +25,8 @@ from wellposed.report.subjects import (
     with_marks,
     with_unique_names,
 )
-from wellposed.train.log import NAME as RUN
-from wellposed.train.log import read_run, summarise
+from wellposed.run_records import NAME as RUN
+from wellposed.run_records import read_run, summarise
 
 DIAGNOSIS = "diagnosis.json"
 _FREE = ("seed", "device", "workers", "placement", "trackers", "keep", "log_every")

@@ -43,7 +43,7 @@ class Subject:
         key: of what else must be equal to tell what the edits changed: model and data.
         recipe: of a run, plain values.
         lines: of ``run.jsonl`` that count; each has ``epoch`` where it is known.
-        summary: as :func:`wellposed.train.log.summarise` gives it; empty for a diagnosis.
+        summary: as :func:`wellposed.run_records.summarise` gives it; empty for a diagnosis.
         state: how a run ended, in words.
         records: of a diagnosis, of a study, or of the monitor's last look.
         measured_on: in words, where the records come from.

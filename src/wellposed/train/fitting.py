@@ -19,6 +19,7 @@ from torch import Tensor
 
 from wellposed.environment import environment
 from wellposed.files import PATIENCE, alone_in
+from wellposed.run_records import best_accuracy
 from wellposed.train.batches import EvalBatches, TrainBatches, make_batches
 from wellposed.train.batches.order import generators_kept, slot_positions
 from wellposed.train.checkpoint import Store
@@ -26,7 +27,6 @@ from wellposed.train.distributed import from_first, is_first, rank, require_acce
 from wellposed.train.durable import recover
 from wellposed.train.export import export_weights
 from wellposed.train.guard import without_cudnn_attention
-from wellposed.train.log import best_accuracy
 from wellposed.train.loop import Loop, Status, StopRequest, first_test_images
 from wellposed.train.mae import MaskedAutoencoder, draw_reconstruction, fixed_mask_noise, mae_warnings
 from wellposed.train.optimizer import check_optimizer
