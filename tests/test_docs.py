@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import own_model
+from benchmarks.__main__ import app_of
 from clean_tables import restored_tables
 from docs_blocks import PAGES, ROOT, Block, all_blocks, commands, wellposed_words
 from small_cifar import write_cifar10
@@ -140,6 +141,8 @@ def check_command(words: list[str]) -> None:
     elif words[0] == "pip":
         wanted = {name for word in words for name in re.findall(r"(?<=[\[,])\w+(?=[\],])", word)}
         assert wanted <= EXTRAS, f"{wanted - EXTRAS} of pyproject.toml"
+    elif words[:3] == ["python", "-m", "benchmarks"]:
+        typer.main.get_command(app_of(words[3])).make_context(words[3], words[4:])
     for word in words[1:]:
         if re.match(r"(examples|benchmarks|recipes)/", word):
             assert (ROOT / word).exists(), f"there is no {word}"
@@ -273,7 +276,7 @@ def test_the_checks_can_fail(readers_folder: Path) -> None:
         "wellposed diagnose vit_base_patch16_224 --pictures DIR",
         "wellposed train --graying sdv",
         "torchrun --nproc-per-node 8 -m wellposed train --epoch 3",
-        "wellposed bench graying --token 3",
+        "python -m benchmarks graying --token 3",
         "python examples/none.py",
         "make cake",
         "pip install .[transformer,datasets]",

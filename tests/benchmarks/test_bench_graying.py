@@ -9,12 +9,20 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from wellposed.bench import files
-from wellposed.bench.graying import run, show_saved, usual_growth, usual_steps
-from wellposed.bench.growth import GrowthRow
-from wellposed.bench.steps import StepRow
-from wellposed.bench.tables import growth_notes, growth_tables, steps_table, wide
-from wellposed.cli import app
+from benchmarks import graying as files
+from benchmarks.__main__ import app_of
+from benchmarks.graying import (
+    growth_notes,
+    growth_tables,
+    run,
+    show_saved,
+    steps_table,
+    usual_growth,
+    usual_steps,
+    wide,
+)
+from benchmarks.graying_growth import GrowthRow
+from benchmarks.graying_steps import StepRow
 
 TINY = ("--tokens", "4,8", "--channels", "8", "--batches", "1,2", "--methods", "spectral,dct,svd-gesvda")
 STEPS = ("--model", "test_vit", "--image-size", "32", "--batch-size", "2", "--rounds", "2", "--updates", "1")
@@ -23,12 +31,12 @@ STEPS = ("--model", "test_vit", "--image-size", "32", "--batch-size", "2", "--ro
 @pytest.fixture(scope="module", autouse=True)
 def _quick():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wellposed.bench.growth._BUDGET", 0.005)
+        patch.setattr("benchmarks.graying_growth._BUDGET", 0.005)
         yield
 
 
 def invoke(*arguments: object):
-    return CliRunner().invoke(app, ["bench", "graying", "--device", "cpu", *map(str, arguments)])
+    return CliRunner().invoke(app_of("graying"), ["--device", "cpu", *map(str, arguments)])
 
 
 def table(path) -> list[dict[str, str]]:

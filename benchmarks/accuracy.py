@@ -1,26 +1,24 @@
-"""How right spectral graying is: singular values and gradient beside a float64 SVD.
+"""How right spectral graying and its largest singular value are, compared with LAPACK in float64.
 
-    python benchmarks/spectral_accuracy.py [--packed FILE.npz] [--images 64] [--out FILE.csv]
-
-Over prescribed spectra and, with a file of ``wellposed pack``, over real tokens: the 16-pixel patches of its
-first test images of 224 pixels, and their embedding by a freshly initialised ViT-B/16. ``values`` is the
-largest relative error of a singular value above the floor; ``gradient``, for a random upstream gradient, the
-largest of ||got - exact|| / ||exact|| over the images whose whole spectrum is above it.
+python -m benchmarks spectral [--packed FILE.npz] [--images 64] [--out FILE.csv]
+python -m benchmarks largest [--matrices 400] [--out FILE.csv]
 """
 
-import argparse
 from io import BytesIO
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import timm
 import torch
+import typer
 from PIL import Image
-from timing import write
 from torch import Tensor
 
+from benchmarks.timing import write
 from wellposed.linalg import spectral_plan, spectral_power
 from wellposed.linalg.svd_power import _adjoint
+from wellposed.linalg.top_eigen import LANCZOS_STEPS, START_SQUARINGS, top_eigenpair
 
 EPS = (0.3, 0.5, 0.7, 0.9, 0.99)
 TOKENS, CHANNELS = 196, 768
@@ -94,35 +92,71 @@ def measure(x: Tensor, eps: float, precision: str) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--packed", type=Path, help="images of 224 pixels")
-    parser.add_argument("--images", type=int, default=64, help="how many of them")
-    parser.add_argument("--each", type=int, default=4, help="matrices of a prescribed spectrum")
-    parser.add_argument("--precision", nargs="*", default=["float64", "float32"])
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+def spectral(
+    packed: Annotated[Path | None, typer.Option(help="images of 224 pixels")] = None,
+    images: Annotated[int, typer.Option(help="how many of them")] = 64,
+    each: Annotated[int, typer.Option(help="matrices of a prescribed spectrum")] = 4,
+    precision: Annotated[list[str] | None, typer.Option(help="[default: float64, float32]")] = None,
+    out: Path | None = None,
+) -> None:
+    """Spectral graying compared with a float64 SVD, over prescribed spectra and real tokens.
+
+    With a file of ``wellposed pack`` the tokens are the 16-pixel patches of its first test images of 224
+    pixels, and their embedding by a ViT-B/16 at its initialisation. ``values`` is the largest relative error
+    of a singular value above the floor; ``gradient``, for a random upstream gradient, the largest of ||got -
+    exact|| / ||exact|| over the images whose whole spectrum is above it.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     inputs = {
-        name: with_spectrum(s, options.each)
+        name: with_spectrum(s, each)
         for kappa in (1e1, 1e2, 1e3, 1e4)
         for name, s in prescribed(kappa).items()
     }
-    inputs["flat Gaussian"] = torch.randn(
-        options.each, TOKENS, CHANNELS, generator=torch.Generator().manual_seed(0)
-    )
-    if options.packed:
-        inputs |= real_tokens(options.packed, options.images)
+    inputs["flat Gaussian"] = torch.randn(each, TOKENS, CHANNELS, generator=torch.Generator().manual_seed(0))
+    if packed:
+        inputs |= real_tokens(packed, images)
     rows = []
-    for precision in options.precision:
+    for each_precision in precision or ("float64", "float32"):
         for name, x in inputs.items():
             for eps in EPS:
-                rows.append({"tokens": name, **measure(x.to(device), eps, precision)})
+                rows.append({"tokens": name, **measure(x.to(device), eps, each_precision)})
                 print(*rows[-1].values(), sep="  ", flush=True)
-    if options.out is not None:
+    if out is not None:
         comment = f"{TOKENS} x {CHANNELS} tokens, beside a float64 SVD"
-        write(options.out, comment, list(rows[0]), [list(row.values()) for row in rows])
+        write(out, comment, list(rows[0]), [list(row.values()) for row in rows])
 
 
-if __name__ == "__main__":
-    main()
+QUANTILES = (0.5, 0.9, 0.99, 1.0)
+
+
+def grams(count: int) -> dict[str, Tensor]:
+    """X X^T of tokens whose leading singular values lie near each other."""
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(count, TOKENS, CHANNELS, generator=generator, dtype=torch.float64)
+    Q = torch.linalg.qr(torch.randn(count, TOKENS, TOKENS, generator=generator, dtype=torch.float64))[0]
+    s = torch.linspace(1, 0.01, TOKENS, dtype=torch.float64)
+    return {"flat Gaussian": X @ X.mT, "evenly spaced, 1 to 0.01": (Q * s.square()) @ Q.mT}
+
+
+def largest(
+    matrices: int = 400,
+    out: Path | None = None,
+) -> None:
+    """The largest singular value where none stands out.
+
+    ``squarings`` are those of the Gram matrix that Lanczos' initial vector is made of. The errors are
+    relative and quantiles over the matrices; they are of the portable code, on a GPU too.
+    """
+    rows: list[list[object]] = []
+    for name, A in grams(matrices).items():
+        exact = torch.linalg.eigvalsh(A)[:, -1].sqrt()
+        for steps, squarings in ((24, 0), (LANCZOS_STEPS, 0), (LANCZOS_STEPS, START_SQUARINGS)):
+            got = top_eigenpair(A.float(), steps, squarings)[0].double().sqrt()
+            errors = ((got - exact) / exact).abs()
+            told = (f"{errors.quantile(q).item():.1e}" for q in QUANTILES)
+            rows.append([name, steps, squarings, matrices, *told])
+            print(*rows[-1], sep="  ", flush=True)
+    if out is not None:
+        comment = f"{TOKENS} tokens, float32, beside LAPACK in float64"
+        columns = ["spectrum", "steps", "squarings", "matrices", "median", "90%", "99%", "largest"]
+        write(out, comment, columns, rows)

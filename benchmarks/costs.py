@@ -1,22 +1,21 @@
-"""What the measurements cost, beside the plain way of getting the same numbers.
+"""What the measurements and an edited model cost, compared with the plain way.
 
-    python benchmarks/diagnose.py --out results/diagnose.csv
-
-On a GPU and on a CPU alike: the condition number against ``torch.linalg.cond``, kappa and density of a whole
-model against a forward pass and against eager attention whose maps are read, extreme singular values of an
-attention Jacobian against the dense one, and the monitor against training steps.
+python -m benchmarks diagnose [--out FILE.csv]
+python -m benchmarks unused-edits [--rounds 41] [--out FILE.csv]
 """
 
-import argparse
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
 import timm
 import torch
-from timing import compare, environment, quartiles, seconds, write
 from torch import Tensor, nn
 
 import wellposed as wp
+from benchmarks.timing import in_turns, quartiles, seconds, where, write
+from wellposed.anatomy import blocks
+from wellposed.anatomy.seam import open_seam
 from wellposed.linalg import condition_number
 from wellposed.probes import Monitor, jacobian_spectrum
 from wellposed.probes.attention_maps import watching_attention
@@ -46,7 +45,7 @@ class Report:
             ours()
             if other is not None:
                 other()
-        pairs = compare(lambda: seconds(other) if other else float("nan"), lambda: seconds(ours), rounds)
+        pairs = in_turns(lambda: seconds(other) if other else float("nan"), lambda: seconds(ours), rounds)
         low, middle, high = quartiles([b for _, b in pairs])
         row: list[object] = [what, size, f"{middle:.4g}", f"{low:.4g}", f"{high:.4g}", against]
         if other is not None:
@@ -98,15 +97,18 @@ def train(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
         optimizer.step()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+def diagnose(
+    out: Path | None = None,
+) -> None:
+    """What the measurements cost, compared with the plain way of getting the same numbers.
+
+    On a GPU and on a CPU alike: the condition number against ``torch.linalg.cond``, kappa and density of a
+    whole model against a forward pass and against eager attention whose maps are read, extreme singular
+    values of an attention Jacobian against the dense one, and the monitor against training steps.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    print(environment(), *TITLES, sep="  ")
+    print(where(), *TITLES, sep="  ")
     report = Report()
     small = device == "cpu"
 
@@ -175,9 +177,72 @@ def main() -> None:
         f"10 training steps of batch {size}",
         lambda: train(vit, x[:size], labels, 10),
     )
-    if arguments.out:
-        write(arguments.out, "medians; ratio is ours / the other, of each round", TITLES, report.rows)
+    if out:
+        write(out, "medians; ratio is ours / the other, of each round", TITLES, report.rows)
 
 
-if __name__ == "__main__":
-    main()
+def seamed(model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model)
+    for block in blocks(model):
+        open_seam(block.module, block.row)
+    return model
+
+
+def stepper(model: nn.Module, x: torch.Tensor, mode: str, repeats: int) -> Callable[[], float]:
+    """A function that runs the model ``repeats`` times and returns the seconds."""
+    compiled = torch.compile(model, fullgraph=True) if "compiled" in mode else model
+    autocast = torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda)
+
+    def once() -> None:
+        if "train" in mode:
+            with autocast:
+                loss = compiled(x).float().square().mean()
+            loss.backward()
+        else:
+            with torch.inference_mode(), autocast:
+                compiled(x)
+
+    for _ in range(3):
+        once()
+    return lambda: seconds(lambda: [once() for _ in range(repeats)])
+
+
+def unused_edits(
+    rounds: int = 41,
+    out: Path | None = None,
+) -> None:
+    """What an opened seam costs while every skip is kept and nothing is inserted.
+
+    A model and its seamed copy take turns in one process; the ratio is of each pair.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = (
+        [
+            ("vit_base_patch16_224", "train compiled", 256, 1),
+            ("vit_base_patch16_224", "train eager", 256, 1),
+            ("vit_base_patch16_224", "forward eager", 64, 4),
+            ("vit_tiny_patch16_224", "forward eager", 1, 20),
+        ]
+        if device == "cuda"
+        else [
+            ("vit_tiny_patch16_224", "forward eager", 1, 5),
+            ("vit_tiny_patch16_224", "forward eager", 8, 1),
+            ("vit_tiny_patch16_224", "train eager", 8, 1),
+        ]
+    )
+    rows: list[list[object]] = []
+    for name, mode, batch, repeats in settings:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = timm.create_model(name).to(device)
+        x = torch.randn(batch, 3, 224, 224, device=device)
+        steps = [stepper(each, x, mode, repeats) for each in (model, model, seamed(model))]
+        # The model against itself shows what the measurement can tell.
+        for against, other in (("itself", steps[1]), ("seamed", steps[2])):
+            pairs = in_turns(steps[0], other, rounds)
+            low, middle, high = quartiles([b / a for a, b in pairs])
+            rows.append([name, mode, batch, against, f"{middle:.4f}", f"{low:.4f}", f"{high:.4f}"])
+            print(*rows[-1], sep="  ", flush=True)
+    if out:
+        titles = ["model", "mode", "batch", "against", "ratio median", "quartile 1", "quartile 3"]
+        write(out, f"{rounds} rounds, alternating", titles, rows)

@@ -10,7 +10,6 @@ the same round. Process time counts the work of all threads, wall clock is what 
     dct products   the DCT as two matrix products
 """
 
-import csv
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from wellposed.bench import files
-from wellposed.bench.growth import BOTH, FORWARD
-from wellposed.bench.operations import gray_by_eigh
+from benchmarks.graying_growth import BOTH, FORWARD, gray_by_eigh
+from benchmarks.timing import write_environment
+from wellposed.files import write_cells
 from wellposed.linalg import dct_matrix
 from wellposed.linalg.power import power_gain
 from wellposed.linalg.spectral_fit import chain_coefficients
@@ -147,12 +146,14 @@ def _call(method: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor | None
 def run_peers(out: Path | None, console: Console) -> list[PeerRow]:
     """Measure, print the table; with ``out`` write it after every line."""
     if out is not None:
-        files.write_environment(out, PEERS, {"eps": EPS, "dct_eps": DCT_EPS, "polar_steps": STEPS})
+        write_environment(out, PEERS, {"eps": EPS, "dct_eps": DCT_EPS, "polar_steps": STEPS})
     rows: list[PeerRow] = []
     for row in measure_peers():
         rows.append(row)
         if out is not None:
-            _write(rows, out / f"{PEERS}.csv")
+            cells = ([f"{v:.4g}" if isinstance(v, float) else v for v in astuple(row)] for row in rows)
+            columns = [field.name for field in fields(PeerRow)]
+            write_cells(out / f"{PEERS}.csv", [columns, *cells], lineterminator="\n")
     table = Table(title="Graying on a CPU: ratio to spectral (range), milliseconds")
     for column in ("shape", "clock", "pass", "method", "ratio", "ms"):
         table.add_column(column)
@@ -161,10 +162,3 @@ def run_peers(out: Path | None, console: Console) -> list[PeerRow]:
         table.add_row(row.shape, row.clock, row.passes, row.method, ratio, f"{row.milliseconds:.1f}")
     console.print(table)
     return rows
-
-
-def _write(rows: list[PeerRow], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([field.name for field in fields(PeerRow)])
-        writer.writerows([f"{v:.4g}" if isinstance(v, float) else v for v in astuple(row)] for row in rows)

@@ -5,11 +5,23 @@ import time
 import pytest
 import torch
 
-from wellposed.bench.crossover import crossovers
-from wellposed.bench.growth import BOTH, FORWARD, GrowthRow, Point, batch_within, grow, points
-from wellposed.bench.inputs import power_law_tokens
-from wellposed.bench.operations import METHODS, Operation, gray_by_eigh, operation, spectral_code
-from wellposed.bench.timing import timed
+from benchmarks.graying_growth import (
+    BOTH,
+    FORWARD,
+    METHODS,
+    GrowthRow,
+    Operation,
+    Point,
+    batch_within,
+    crossovers,
+    gray_by_eigh,
+    grow,
+    operation,
+    points,
+    power_law_tokens,
+    spectral_code,
+)
+from benchmarks.timing import timed
 from wellposed.linalg.svd_power import svd_power
 from wellposed.nn import functional
 
@@ -18,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch) -> None:
-    monkeypatch.setattr("wellposed.bench.growth._BUDGET", 0.005)
+    monkeypatch.setattr("benchmarks.graying_growth._BUDGET", 0.005)
 
 
 def made_of(call, name: str = "made up") -> Operation:
@@ -127,10 +139,10 @@ def test_tokens_have_the_spectrum_that_they_should() -> None:
 
 def test_the_code_behind_spectral_is_told_by_its_digits(monkeypatch) -> None:
     gray = functional.gray
-    monkeypatch.setattr("wellposed.bench.operations.gray", lambda x, eps, method: gray(x, eps, "svd"))
+    monkeypatch.setattr("benchmarks.graying_growth.gray", lambda x, eps, method: gray(x, eps, "svd"))
     assert spectral_code(CPU).startswith("the SVD")
     different = {"svd": 1.0, "spectral": 1.0001}
-    monkeypatch.setattr("wellposed.bench.operations.gray", lambda x, eps, method: x * different[method])
+    monkeypatch.setattr("benchmarks.graying_growth.gray", lambda x, eps, method: x * different[method])
     assert "eigendecomposition" in spectral_code(CPU)
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from wellposed.bench import peers
-from wellposed.bench.graying import run
+from benchmarks import graying_peers as peers
+from benchmarks.graying import run
 
 
 @pytest.mark.parametrize("shape", [(2, 12, 20), (2, 20, 12)])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from wellposed.bench.floors import (
+from benchmarks.floors import (
     Chain,
     Peaks,
     Work,
@@ -16,8 +16,7 @@ from wellposed.bench.floors import (
     svd_work,
     work_of,
 )
-from wellposed.bench.step_floors import added_work, model_size, plain_work, step_floors
-from wellposed.bench.steps import EDITS
+from benchmarks.graying_steps import EDITS, added_work, model_size, plain_work, step_floors
 from wellposed.train.recipe import Recipe
 
 PEAKS = Peaks(1e12, {"fp64": 1e12, "fp32": 1e12, "half": 1e12})

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wellposed.bench import graying, steps
-from wellposed.bench.files import read_steps
-from wellposed.bench.steps import Timed, in_turn, measure_steps, step_rows
-from wellposed.bench.tables import wide
+from benchmarks import graying
+from benchmarks import graying_steps as steps
+from benchmarks.graying import read_steps, wide
+from benchmarks.graying_steps import Timed, in_turn, measure_steps, step_rows
 from wellposed.train.recipe import Recipe
 
 CPU = torch.device("cpu")
