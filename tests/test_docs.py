@@ -154,7 +154,8 @@ def _trainings() -> list[Any]:
     """The commands of each block that train, but for those that stand on an earlier page too."""
     seen, found = set(), []
     for block in _BLOCKS:
-        lines = [] if block.runs else [words for words in commands(block) if words[:2] in TRAINING]
+        trainings = [words for words in commands(block) if words[:2] in TRAINING and "--engine" not in words]
+        lines = [] if block.runs else trainings  # a cluster has a test of its own
         # A later command of its block may read the folder, so that all of a block are run, or none.
         if not {without_out(words) for words in lines} <= seen:
             found.append(pytest.param(lines, id=block.name))

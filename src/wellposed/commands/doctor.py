@@ -26,6 +26,7 @@ EXTRAS = {
     "train": "wellposed train, sweep, study and demo",
     "transformers": "models named hf:NAME, the Trainer's callback",
     "datasets": "--data hf:NAME and Parquet files",
+    "ray": "sweeps on a cluster of machines",
     "lightning": "the callback for Lightning",
     "plot": "figures as PNG and SVG",
 }
@@ -247,7 +248,7 @@ def _offline() -> Support:
     is_offline = os.environ.get("HF_HUB_OFFLINE", "") in ("1", "ON", "YES", "TRUE")
     if is_offline:
         return Support("downloads", False, "HF_HUB_OFFLINE is set: --pretrained takes what is in the cache")
-    return Support("downloads", True, "--pretrained and hf: names download to the cache of huggingface_hub")
+    return Support("downloads", True, "--pretrained and hf: names download to huggingface_hub's cache")
 
 
 def _package_row(package: Package) -> Sequence[str]:
