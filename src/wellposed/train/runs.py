@@ -57,7 +57,7 @@ def default_folder(recipe: Recipe, without: Collection[str] = ()) -> Path:
     told = {name: value for name, value in decisive(recipe).items() if name not in without}
     text = json.dumps(told, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    kind, colon, rest = recipe.data.partition(":")
+    kind, colon, rest = recipe.data.removeprefix("torchvision:").partition(":")
     data = kind if colon and kind not in ("packed", "hf", "wds", "folder") else Path(rest or kind).stem
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{data}-{recipe.model}").strip("-.")
     return Path("runs") / f"{name}-{digest}"
