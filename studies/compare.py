@@ -7,35 +7,15 @@ sample, with n - 1; they describe runs and decide nothing.
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from studies.study import Records
-from wellposed.stats import Claim, Direction, Estimate, Median, median, paired
+from wellposed.stats import Claim, Direction, Estimate, Median, median, paired, paired_median
+from wellposed.stats import Spread as Spread
+from wellposed.stats import spread as spread
 from wellposed.study_records import RunRecord
 
 ACCURACY = "points of accuracy"
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean and sample deviation of n values; no deviation of one."""
-
-    mean: float
-    deviation: float | None
-    n: int
-
-
-def spread(values: Iterable[float | None]) -> Spread | None:
-    """Of the values that are there; None of none.
-
-    >>> spread([1.0, 2.0, None])
-    Spread(mean=1.5, deviation=0.7071067811865476, n=2)
-    """
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    if not known:
-        return None
-    return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
 
 
 def accuracies(runs: Iterable[RunRecord]) -> dict[int, float]:
@@ -145,6 +125,21 @@ def log_kappa(run: RunRecord, position: str, block: int | None = None) -> Median
         return None
     bounds = [row.get("status", "ok") == "at least" for row in rows]
     return median([math.log(row["value"]) for row in rows], bounds)
+
+
+def kappa_difference(first: Mapping[int, Median], second: Mapping[int, Median]) -> Estimate | None:
+    """``first - second`` of medians of ln kappa by seed, as :func:`log_kappa` gives them.
+
+    Where some of ``first`` are lower bounds, so are these differences, and their median is compared. A
+    seed whose ``second`` is a lower bound says nothing: its difference may be anything.
+    """
+    seeds = [seed for seed in first.keys() & second.keys() if not second[seed].at_least]
+    if not seeds:
+        return None
+    sides = [{seed: side[seed].value for seed in seeds} for side in (first, second)]
+    if any(first[seed].at_least for seed in seeds):
+        return paired_median(*sides, {seed: first[seed].at_least for seed in seeds})
+    return paired(*sides)
 
 
 def entropies(run: RunRecord, weights: str = "last") -> dict[tuple[int, int], float]:

@@ -74,3 +74,14 @@ def vit(scale: Scale, data: str, **fields: Any) -> Recipe:
 def small_images(data: str) -> dict[str, Any]:
     """Of the small scale, for sets of images."""
     return SMALL_IMAGES | {"limit": FEWER.get(data_name(data))}
+
+
+MEASURED_DIGITS: dict[str, Any] = {"model": "test_vit", "epochs": 60, "batch_size": 128, "trackers": ()}
+"""A model that a laptop trains in a minute, for studies that measure more than they train."""
+
+
+def measured_vit(scale: Scale, data: str, **fields: Any) -> Recipe:
+    """The plain ViT of the other studies, for what is measured on weights; the digits have a smaller one."""
+    if data_name(data) == "digits":
+        return Recipe(**MEASURED_DIGITS | {"data": data} | fields)
+    return vit(scale, data, **fields)

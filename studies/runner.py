@@ -20,9 +20,9 @@ from rich.console import Console
 from studies.study import Records, Scale, Study, Variant, data_name
 from wellposed import study_records
 from wellposed.files import read_object
+from wellposed.run_records import read_run
 from wellposed.study_records import RunRecord, rounded, thinned
 from wellposed.train import Recipe, sweep
-from wellposed.train.log import read_run
 from wellposed.train.recipe_file import combine, read_recipe, write_recipe
 
 ENDED = ("finished", "nonfinite")

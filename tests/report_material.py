@@ -1,11 +1,18 @@
 """Small records for the tests of the report, and names that want to do harm."""
 
+import functools
 import json
 import math
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from wellposed import graying_pictures
+from wellposed.digits import load_digits
+from wellposed.probes.gray_images import gray_images, settings_of
 from wellposed.records import Record
 
 HOSTILE = '</script><img src=x onerror="window.harmed=1"> \'"& \u202egnp.live'
@@ -99,7 +106,20 @@ def write_run(
     (folder / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     environment = {"command": ["wellposed", "train"], "git": {"commit": "c0ffee", "changed": False}}
     (folder / "environment.json").write_text(json.dumps(environment | {"packages": {"torch": "2.11"}}))
+    graying_pictures.write(_graying(text + recipe), folder)
     return lines
+
+
+def digits() -> Tensor:
+    """Three of the embedded digits, from 0 to 1."""
+    x = load_digits(0).test_x[:3]
+    return (x - x.min()) / (x.max() - x.min())
+
+
+@functools.cache
+def _graying(recipe: str) -> graying_pictures.GrayingPictures:
+    settings = settings_of([tomllib.loads(recipe)])
+    return gray_images(digits(), ["a", "b", "c"], patch=2, source="handwritten digits", **settings)
 
 
 def _scalars(blocks: int, update: int, noise: float) -> dict[str, float]:

@@ -26,13 +26,13 @@ from wellposed.probes.diagnosis import Diagnosis
 from wellposed.probes.images import image_batches
 from wellposed.records import Record, write_csv
 from wellposed.report import read_data, read_material, report_page
+from wellposed.run_records import read_run
 from wellposed.text import indices
 from wellposed.train import Recipe, open_run
 from wellposed.train import checkpoint as manifest
 from wellposed.train.batches.streamed import read_by
 from wellposed.train.checkpoint import Store
 from wellposed.train.data import open_data
-from wellposed.train.log import read_run
 from wellposed.train.recipe_file import read_recipe
 from wellposed.train.runs import open_folder
 

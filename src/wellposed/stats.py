@@ -24,7 +24,8 @@ float32, have no mean. Their median is exact or itself a lower bound, and :func:
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+import statistics
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
@@ -47,6 +48,30 @@ class Verdict(StrEnum):
     CONTRADICTED = "contradicted"
     UNDECIDED = "undecided"
     NOT_TESTED = "not tested as published"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample deviation of n values; no deviation of one."""
+
+    mean: float
+    deviation: float | None
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" + ("" if self.deviation is None else f" ± {self.deviation:.2f}")
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Of the values that are there; None of none.
+
+    >>> print(spread([1.0, 2.0, None]))
+    1.50 ± 0.71
+    """
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return None
+    return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
 
 
 @dataclass(frozen=True)

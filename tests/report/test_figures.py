@@ -5,6 +5,7 @@ import io
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,14 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import report_material as make
+import short_runs
 from wellposed.cli import app
 from wellposed.nn import PixelGraying
 from wellposed.probes.diagnosis import Diagnosis
+from wellposed.probes.gray_images import gray_folder
 from wellposed.report import read_data, read_material, report_page
 from wellposed.report.charts import Budget
 from wellposed.report.graying import graying_section
-from wellposed.report.graying_images import digits
 from wellposed.report.static import write_static
 
 
@@ -35,7 +37,7 @@ def test_pictures_show_what_graying_does(tmp_path: Path) -> None:
     steps = {step["label"]: _pixels(step["src"]) for step in section.extra["pictures"][0]["steps"]}
     assert list(steps)[:3] == ["before", "eps 0.9", "difference, eps 0.9"]
     assert "eps 0.6" in steps  # the run's own
-    image = digits(2).images[:1].float()
+    image = make.digits()[:1].float()
     grayed = PixelGraying(2, 0.6, "spectral")(image).clamp(0, 1)[0, 0] * 255
     assert np.abs(steps["eps 0.6"].astype(float) - grayed.numpy()).max() <= 2
     assert section.chart
@@ -53,18 +55,43 @@ def test_images_of_a_folder_and_of_the_runs_own_data(tmp_path: Path) -> None:
     (tmp_path / "set" / "cat" / "a.jpg").write_bytes(b"no image")
     make.write_run(tmp_path / "run", data=str(tmp_path / "set"))
     material = read_material([tmp_path / "run"])
-    for section in (
-        graying_section(material, Budget()),
-        graying_section(material, Budget(), tmp_path / "set"),
-    ):
-        assert section.extra
-        assert len(section.extra["pictures"]) == 1  # of the folder cat the first file is broken
-        assert _pixels(section.extra["pictures"][0]["steps"][0]["src"]).shape == (96, 96, 3)
+    assert material.subjects[0].graying
+    section = graying_section(replace(material, graying=gray_folder(tmp_path / "set")), Budget())
+    assert section.extra
+    assert len(section.extra["pictures"]) == 1  # of the folder cat the first file is broken
+    assert _pixels(section.extra["pictures"][0]["steps"][0]["src"]).shape == (96, 96, 3)
     with pytest.raises(ValueError, match="found none"):
-        graying_section(material, Budget(), tmp_path / "run")
+        gray_folder(tmp_path / "run")
+    page = tmp_path / "page.html"
+    arguments = ["report", str(tmp_path / "run"), "--images", str(tmp_path / "set"), "-o", str(page)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert {row["image"] for row in read_data(page.read_text())["graying"]} == {
+        f"{make.HOSTILE_FOLDER[:3]}.png"
+    }
+
+
+def test_a_run_without_pictures_says_what_adds_them(tmp_path: Path) -> None:
     make.write_run(tmp_path / "far", data="cifar10:nowhere")
-    far = graying_section(read_material([tmp_path / "far"]), Budget())
-    assert "because the images of cifar10 are not at hand" in far.words[0]
+    (tmp_path / "far" / "graying.json").write_text('{"images": [{"picture": "https://elsewhere"}]}')
+    material = read_material([tmp_path / "far"])
+    assert "expected pictures of graying" in material.damage[0].what
+    assert graying_section(material, Budget()).remedy.endswith("--images DIR")
+    (tmp_path / "far" / "graying.json").unlink()
+    material = read_material([tmp_path / "far"])
+    assert not material.damage
+    assert "What graying does to an image: <code>" in report_page(material)
+
+
+def test_a_run_keeps_what_graying_does_to_its_images(tmp_path: Path) -> None:
+    short_runs.run(tmp_path / "run", graying="dct", eps=0.8)
+    material = read_material([tmp_path / "run"])
+    section = graying_section(material, Budget())
+    assert section.extra
+    assert len(section.extra["pictures"]) == 3
+    assert {(row["method"], row["eps"]) for row in section.chart.records()} == {
+        ("dct", eps) for eps in (0.9, 0.8, 0.7, 0.5)
+    }
+    assert "test images of digits" in section.words[0]
 
 
 def test_static_figures(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import short_runs
 import study_runner
 from wellposed.probes.diagnosis import Diagnosis
 from wellposed.report import read_data, read_material, report_page
+from wellposed.run_records import read_run
 from wellposed.study import catalogue, ledger
 from wellposed.study.plan import RunRecord
-from wellposed.train.log import read_run
 
 
 def test_a_real_run(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,11 @@ def test_every_study_has_a_page_and_a_summary() -> None:
     for file in ROOT.glob("*/study.py"):
         assert (file.parent / "README.md").is_file()
         assert list(file.parent.glob(f"*/{SUMMARY}"))
+
+
+def test_the_picture_of_all_effects_is_that_of_the_tables(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "studies.effects", "--out", str(tmp_path / "effects")]
+    subprocess.run(command, check=True, cwd=ROOT.parent)
+    kept = ROOT.parent / "results" / "effects.csv"
+    assert (tmp_path / "effects.csv").read_text() == kept.read_text()
+    assert (tmp_path / "effects.png").stat().st_size > 10_000

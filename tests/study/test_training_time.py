@@ -7,8 +7,8 @@ import torch
 from rich.console import Console
 
 import short_runs
+from benchmarks.graying import StepsPlan
 from study_records import draws, records
-from wellposed.bench.graying import StepsPlan
 from wellposed.study import ledger
 from wellposed.study.files import read_summary
 from wellposed.study.measured import bounds, density, jacobian_spectrum, training_time

@@ -3,8 +3,8 @@
 import pytest
 
 from short_runs import run, weights
+from wellposed.run_records import read_run
 from wellposed.train import Recipe
-from wellposed.train.log import read_run
 from wellposed.train.loop import Loop
 from wellposed.train.tasks import Tested as Found
 

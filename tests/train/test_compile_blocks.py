@@ -8,7 +8,7 @@ from torch._dynamo import config
 from torch._dynamo.utils import counters
 
 from short_runs import run, weights
-from wellposed.train.log import read_run
+from wellposed.run_records import read_run
 from wellposed.train.parallel import room_for_programs
 from wellposed.train.recipe import Recipe
 

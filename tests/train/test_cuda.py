@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from short_runs import run, signal_at, weights
+from wellposed.run_records import read_run
 from wellposed.train import loop as loop_module
-from wellposed.train.log import read_run
 from wellposed.train.loop import Loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

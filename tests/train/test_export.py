@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import wellposed as wp
-from wellposed.probes.image_sources import decode
+from wellposed.image_files import decode
 from wellposed.train import durable
 from wellposed.train import durable as folder_swap
 from wellposed.train.export import FIRST_LOCAL_DIR, export_weights

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 
 import wellposed as wp
 from short_runs import TINY, recipe, run, weights
+from wellposed.run_records import read_run
 from wellposed.train import Recipe, fit
 from wellposed.train import model as builder
 from wellposed.train import training_state as saving
 from wellposed.train.data import open_data
-from wellposed.train.log import read_run
 from wellposed.train.model import build_model
 from wellposed.train.recipe_file import read_recipe
 from wellposed.train.resolve import resolve

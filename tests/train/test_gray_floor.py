@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from short_runs import assert_bitwise, recipe, run, signal_at, weights
-from wellposed.train.log import read_run
+from wellposed.run_records import read_run
 from wellposed.train.recipe import Recipe
 from wellposed.train.resolve import make_accelerator, prepare, resolve_floor
 from wellposed.train.runs import default_folder

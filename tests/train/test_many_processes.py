@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from distributed_run import FIELDS
 from short_runs import run
+from wellposed.run_records import read_run
 from wellposed.train import Recipe
-from wellposed.train.log import read_run
 from wellposed.train.resolve import make_accelerator
 
 TESTS = Path(__file__).parent.parent

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from short_runs import assert_bitwise, run, weights
+from wellposed.run_records import read_run
 from wellposed.train.guard import Guard, takes_flag
-from wellposed.train.log import read_run
 from wellposed.train.loop import Loop
 from wellposed.train.tasks import Classification
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from short_runs import assert_bitwise, run, signal_at, weights
-from wellposed.train.log import read_run
+from wellposed.run_records import read_run
 
 TESTS = Path(__file__).parent.parent
 

@@ -26,6 +26,7 @@ EXTRAS = {
     "train": "wellposed train, sweep, study and demo",
     "transformers": "models named hf:NAME, the Trainer's callback",
     "datasets": "--data hf:NAME and Parquet files",
+    "ray": "sweeps on a cluster of machines",
     "lightning": "the callback for Lightning",
     "plot": "figures as PNG and SVG",
 }

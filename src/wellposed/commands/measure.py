@@ -1,5 +1,6 @@
 """``wellposed demo``, ``diagnose`` and ``report``."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -169,7 +170,7 @@ def report(
     ] = None,
     images: Annotated[
         Path | None,
-        typer.Option(help=r"A folder of images to show graying on. \[default: the run's own, or digits]"),
+        typer.Option(help=r"A folder of images to show graying on. \[default: those that the run has kept]"),
     ] = None,
 ) -> None:
     """Make one page of runs and diagnoses, which opens offline: what is worst, what changed, what to try."""
@@ -178,15 +179,20 @@ def report(
         from wellposed.report.page import write
 
         material = read_material(paths)
+        if images is not None:
+            from wellposed.probes.gray_images import gray_folder, settings_of
+
+            settings = settings_of([subject.recipe for subject in material.subjects])
+            material = replace(material, graying=gray_folder(images, **settings))
         for damage in material.damage:
             typer.secho(f"warning: {damage}", err=True, fg=typer.colors.YELLOW)
         if static is not None:
             from wellposed.report.static import write_static
 
-            written = write_static(material, static, images=images)
+            written = write_static(material, static)
             typer.echo(f"written to {static}: {', '.join(path.name for path in written)}")
             return
-        write(report_page(material, images=images), out)
+        write(report_page(material), out)
         count = len(material.subjects)
         what = f"{count} runs and diagnoses" if count > 1 else f"the {material.subjects[0].kind}"
         typer.echo(f"{what} written to {out} ({out.stat().st_size / 1e6:.1f} MB); open it in a browser.")

@@ -1,7 +1,7 @@
 """``wellposed train``, ``sweep`` and ``pack``."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -9,6 +9,8 @@ from wellposed.commands.app import TRAIN, app, plain_errors
 from wellposed.commands.lists import numbers
 from wellposed.train import options
 from wellposed.train.recipe_file import combine, read_recipe, recipe_text
+
+Engine = Literal["local", "ray"]
 
 _USUAL = ("data", "model", "pretrained", "edits", "epochs", "batch_size", "lr", "seed", "precision", "device")
 """The options that ``train --help`` shows; ``--help-all`` shows all."""
@@ -66,6 +68,16 @@ def sweep(
         list[str] | None,
         typer.Option("--set", metavar="FIELD=VALUE", help="For all recipes, such as data=cifar10:DIR."),
     ] = None,
+    engine: Annotated[
+        Engine, typer.Option(help="Processes on this machine, or tasks of a Ray cluster.")
+    ] = "local",
+    gpus_per_run: Annotated[
+        float | None, typer.Option(help=r"Of the cluster, such as 0.25. \[default: 1 if it has GPUs]")
+    ] = None,
+    cpus_per_run: Annotated[float | None, typer.Option(help=r"Of the cluster. \[default: 1]")] = None,
+    retries: Annotated[
+        int | None, typer.Option(min=0, help=r"For a run whose node of the cluster dies. \[default: 3]")
+    ] = None,
 ) -> None:
     """Train several recipes beside each other, and compare them.
 
@@ -81,8 +93,21 @@ def sweep(
             jobs=jobs,
             seeds=numbers(seeds, "seeds"),
             changes=options.assignments(change or ()),
+            **_cluster(engine, gpus=gpus_per_run, cpus=cpus_per_run, retries=retries),
         )
     raise typer.Exit(outcome.exit_code)
+
+
+def _cluster(engine: Engine, **given: float | None) -> dict[str, Any]:
+    """What the sweep is told of a cluster: nothing on this machine."""
+    asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if engine == "ray":
+        from wellposed.train.sweep.cluster import Resources
+
+        return {"cluster": Resources(**asked)}
+    if asked:
+        raise ValueError("--gpus-per-run, --cpus-per-run and --retries need --engine ray.")
+    return {}
 
 
 @app.command(rich_help_panel=TRAIN)

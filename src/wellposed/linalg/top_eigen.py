@@ -23,7 +23,7 @@ LANCZOS_STEPS = 32
 
 START_SQUARINGS = 5
 """Up to the power of the start. At the worst they leave the value of 196 tokens 1.18 times too low, with
-which the chain does not diverge yet; benchmarks/largest_singular_value.py has what is seen."""
+which the chain does not diverge yet; python -m benchmarks largest shows what is seen."""
 
 _SQUARINGS = 14  # the 16,384th power: eigenvalues of the small matrix that differ by 1e-3 are told apart
 

@@ -1,4 +1,4 @@
-"""Where images come from: finding the files, telling images from labels, decoding."""
+"""Where images come from: finding the files, telling images from labels."""
 
 import os
 from collections import Counter
@@ -7,26 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
-from wellposed.files import require_regular
+from wellposed.image_files import SUFFIXES
 
-SUFFIXES = (
-    ".avif",
-    ".bmp",
-    ".gif",
-    ".jp2",
-    ".jpeg",
-    ".jpg",
-    ".pgm",
-    ".png",
-    ".ppm",
-    ".tif",
-    ".tiff",
-    ".webp",
-)
 KEYS = ("pixel_values", "image", "images", "img", "x")
 """Where the images are in a batch that is a dict; the first that it has."""
 
@@ -145,42 +131,6 @@ def pieces(item: Any, is_inside: bool = False) -> Iterator[Any]:
             yield from pieces(part, is_inside=True)
     else:
         raise TypeError(f"expected tensors, PIL images or paths of images, got {_kind(item)}.")
-
-
-LONGEST = 100
-"""How many times a side of a picture may be as long as the other."""
-
-
-def decode(piece: "str | os.PathLike[str] | Image.Image", mode: str, any_depth: bool) -> Image.Image:
-    """The picture in a mode of 8 bits; with ``any_depth`` one of 32 bits stays as it is."""
-    if not isinstance(piece, Image.Image):
-        require_regular(piece)
-        with Image.open(piece) as opened:
-            return decode(opened, mode, any_depth)
-    require_picture(piece)
-    if piece.mode.startswith("I;16"):  # Pillow would clip it at 255
-        return Image.fromarray((np.asarray(piece) >> 8).astype(np.uint8)).convert(mode)
-    if piece.mode in ("I", "F"):
-        if any_depth:
-            return piece.copy()
-        raise ValueError(f"the range of its values, of mode {piece.mode}, is not known; pass transform=")
-    return piece.convert(mode)
-
-
-def require_picture(piece: Image.Image) -> None:
-    """Raise for a line of pixels: with the shorter side as long as a model's it would fill the memory."""
-    shorter, longer = sorted(piece.size)
-    if longer > LONGEST * shorter:
-        raise ValueError(
-            f"one side is more than {LONGEST} times as long as the other, {piece.size[0]} x {piece.size[1]}"
-        )
-
-
-def reason(error: Exception) -> str:
-    """Why a file could not be read, without its path."""
-    if isinstance(error, UnidentifiedImageError):
-        return "cannot identify image file"
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 def _kind(x: object) -> str:

@@ -18,8 +18,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from wellposed.anatomy.example import LIBRARIES
+from wellposed.image_files import decode, reason
 from wellposed.interrupts import uninterrupted
-from wellposed.probes.image_sources import KEYS, Source, decode, pieces, reason, source_of
+from wellposed.probes.image_sources import KEYS, Source, pieces, source_of
 from wellposed.probes.model_input import (
     Transform,
     channels_of,

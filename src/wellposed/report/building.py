@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,7 @@ _OF_EACH_RUN: tuple[Part, ...] = (
 )
 
 
-def sections(
-    material: Material, budget: Budget, images: Path | None = None
-) -> tuple[list[Section], list[Missing]]:
+def sections(material: Material, budget: Budget) -> tuple[list[Section], list[Missing]]:
     """What the records give, in the order of the page, and what they do not."""
     parts: tuple[Part, ...] = (
         comparing_section,
@@ -54,7 +51,7 @@ def sections(
         bounds_section,
         jacobian_section,
         training_section,
-        partial(graying_section, images=images),
+        graying_section,
         rest_section,
         provenance_section,
     )
@@ -72,20 +69,17 @@ def _made(part: Part, material: Material, budget: Budget) -> Made:
     return made
 
 
-def report_page(
-    material: Material, *, title: str = "wellposed report", images: Path | None = None, limit: int = LIMIT
-) -> str:
+def report_page(material: Material, *, title: str = "wellposed report", limit: int = LIMIT) -> str:
     """The page as text. Curves are thinned until it is no larger than ``limit``, and the page says so.
 
     Args:
         material: of :func:`wellposed.report.read_material`.
         title: of the page.
-        images: a folder, to show graying on; None shows it on the digits that come with the package.
         limit: bytes.
     """
     budget, size = Budget(), 0
     while True:
-        found, missing = sections(material, budget, images)
+        found, missing = sections(material, budget)
         text = render(Page(title, _about(material), verdict(material), found, missing))
         size, before = len(text.encode()), budget
         if size <= limit:
@@ -98,12 +92,10 @@ def report_page(
             )
 
 
-def write_report(
-    paths: Sequence[str | Path], out: str | Path = "report.html", *, images: Path | None = None
-) -> Material:
+def write_report(paths: Sequence[str | Path], out: str | Path = "report.html") -> Material:
     """Read runs and diagnoses, write the page, and give what was read."""
     material = read_material(paths)
-    write(report_page(material, images=images), out)
+    write(report_page(material), out)
     return material
 
 

@@ -8,7 +8,7 @@ from wellposed.records import Record
 from wellposed.report.charts import Budget, Chart, Section, columns, finite
 from wellposed.report.states import COLLAPSED, mark
 from wellposed.report.subjects import Material, Subject
-from wellposed.study.compare import spread
+from wellposed.stats import spread
 
 TITLE = "Side by side"
 

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from wellposed import graying_pictures
 from wellposed.environment import without_secrets
 from wellposed.files import parse_toml, read_bytes
 from wellposed.records import AT_LEAST, Record, Status, read_json
 from wellposed.report.charts import finite
-from wellposed.report.damage import DamagedError, json_object, torn_lines
+from wellposed.report.damage import Damage, DamagedError, json_object, torn_lines
 from wellposed.report.environment_words import environment_text
 from wellposed.report.states import state_of_run
 from wellposed.report.studies import is_study, read_study
@@ -25,8 +26,8 @@ from wellposed.report.subjects import (
     with_marks,
     with_unique_names,
 )
-from wellposed.train.log import NAME as RUN
-from wellposed.train.log import read_run, summarise
+from wellposed.run_records import NAME as RUN
+from wellposed.run_records import read_run, summarise
 
 DIAGNOSIS = "diagnosis.json"
 _FREE = ("seed", "device", "workers", "placement", "trackers", "keep", "log_every")
@@ -156,6 +157,11 @@ def _run_folder(folder: Path) -> Found:
             records, measured_on, jacobians = beside.records, beside.measured_on, beside.jacobians  # type: ignore[assignment]
     except DamagedError as error:
         damage.append(error.damage)
+    graying = None
+    try:
+        graying = graying_pictures.read(folder)
+    except ValueError as error:
+        damage.append(Damage(str(folder / graying_pictures.NAME), f"{error}; the report does without it."))
     state = state_of_run(lines, summary)
     environment = json_object(folder / "environment.json", damage) or result.get("environment") or {}
     told = {
@@ -185,6 +191,7 @@ def _run_folder(folder: Path) -> Found:
         jacobians=jacobians,
         provenance=fields | environment_text(environment) | whole,
         notes=tuple(str(line["text"]) for line in lines if line["event"] == "warning" and "text" in line),
+        graying=graying,
     )
     return Found([subject], [], damage)
 

@@ -17,8 +17,8 @@ def state_of_run(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any])
     """Of ``run.jsonl``.
 
     Args:
-        lines: as :func:`wellposed.train.log.read_run` gives them.
-        summary: of :func:`wellposed.train.log.summarise`.
+        lines: as :func:`wellposed.run_records.read_run` gives them.
+        summary: of :func:`wellposed.run_records.summarise`.
 
     >>> state_of_run([{"event": "terminated"}, {"event": "note"}], {"finished": False, "updates": 30})
     'not finished: stopped by a signal at update 30'

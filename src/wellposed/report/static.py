@@ -23,13 +23,13 @@ _WHOLE = Budget(points=10**9, curve=10**9)
 Rows = Sequence[Mapping[str, Any]]
 
 
-def write_static(material: Material, folder: str | Path, *, images: Path | None = None) -> list[Path]:
+def write_static(material: Material, folder: str | Path) -> list[Path]:
     """Write ``NAME.png`` and ``NAME.svg`` for each section that has a figure; returns the files."""
     figure_class, canvas = _matplotlib()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    found, _ = sections(material, _WHOLE, images)
+    found, _ = sections(material, _WHOLE)
     for section in found:
         draw = _DRAWN.get(section.id)
         if draw is None or section.chart is None or (section.chart.spec is None and section.id != "graying"):

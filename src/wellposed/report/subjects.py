@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from wellposed.graying_pictures import GrayingPictures
 from wellposed.records import Record
 from wellposed.report.damage import Damage
 from wellposed.report.states import NOT_FINISHED, mark
@@ -43,13 +44,14 @@ class Subject:
         key: of what else must be equal to tell what the edits changed: model and data.
         recipe: of a run, plain values.
         lines: of ``run.jsonl`` that count; each has ``epoch`` where it is known.
-        summary: as :func:`wellposed.train.log.summarise` gives it; empty for a diagnosis.
+        summary: as :func:`wellposed.run_records.summarise` gives it; empty for a diagnosis.
         state: how a run ended, in words.
         records: of a diagnosis, of a study, or of the monitor's last look.
         measured_on: in words, where the records come from.
         jacobians: spectra that are no records.
         provenance: name -> text.
         is_random: whether its weights were never trained.
+        graying: what graying does to images of its data.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Subject:
     provenance: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     is_random: bool = False
+    graying: GrayingPictures | None = None
 
     def select(self, measure: str) -> list[Record]:
         return [record for record in self.records if record.measure == measure]
@@ -101,11 +104,15 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Material:
-    """Everything that a report is made from: subjects, what studies concluded, and what cannot be read."""
+    """Everything that a report is made from: subjects, what studies concluded, and what cannot be read.
+
+    ``graying``: pictures to show in place of those of the subjects.
+    """
 
     subjects: tuple[Subject, ...]
     conclusions: tuple[Conclusion, ...] = ()
     damage: tuple[Damage, ...] = ()
+    graying: GrayingPictures | None = None
 
     @property
     def unfinished(self) -> list[Subject]:

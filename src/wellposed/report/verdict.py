@@ -18,7 +18,7 @@ from wellposed.report.comparing import (
     worst_places,
 )
 from wellposed.report.subjects import Material, Subject
-from wellposed.study.compare import difference, spread
+from wellposed.stats import spread
 
 LARGE_KAPPA = 1e3
 DENSE = 0.95
@@ -177,7 +177,7 @@ def _accuracy(edited: Sequence[Subject], plain: Sequence[Subject]) -> str:
     first, second = (_by_seed(subjects) for subjects in (edited, plain))
     if first.keys() == second.keys() and len(first) == a.n == b.n:
         # As the studies do: what a seed does to both sides is no doubt about their difference.
-        paired = difference(first, second)
+        paired = spread(first[seed] - second[seed] for seed in first)
         if paired is not None and paired.deviation is not None:
             deviation, how = paired.deviation, ", seed by seed"
     more = "more" if abs(change) > deviation else "less"

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from wellposed.stats import Spread as Spread
+from wellposed.stats import spread as spread
 from wellposed.study.plan import RunRecord, StudyRecords, Verdict
 
 LEAST = 2.0
@@ -38,30 +40,6 @@ Outcome = Literal[
 OTHER = 2.0
 """A difference this many times smaller or larger than the paper's is none of its size, though the direction
 holds."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean and sample deviation of n values; no deviation of one."""
-
-    mean: float
-    deviation: float | None
-    n: int
-
-    def __str__(self) -> str:
-        return f"{self.mean:.2f}" + ("" if self.deviation is None else f" ± {self.deviation:.2f}")
-
-
-def spread(values: Iterable[float | None]) -> Spread | None:
-    """Of the values that are there; None of none.
-
-    >>> print(spread([1.0, 2.0, None]))
-    1.50 ± 0.71
-    """
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    if not known:
-        return None
-    return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.files import parse_json, read_bytes
+from wellposed.run_records import read_run
 from wellposed.study.compact import POINTS, packed_rows, rounded, thinned, unpacked_rows
 from wellposed.study.files import write_lines
 from wellposed.study.plan import RunRecord
-from wellposed.train.log import read_run
 from wellposed.train.sweep.processes import is_finished, read_result
 
 RECORDS = "records.jsonl"

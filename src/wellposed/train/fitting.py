@@ -17,16 +17,19 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from wellposed.environment import environment
+from wellposed import graying_pictures
+from wellposed.environment import environment, without_secrets
 from wellposed.files import PATIENCE, alone_in
+from wellposed.probes.gray_images import COUNT, SIDE, gray_images, settings_of, squares
+from wellposed.run_records import best_accuracy
 from wellposed.train.batches import EvalBatches, TrainBatches, make_batches
 from wellposed.train.batches.order import generators_kept, slot_positions
 from wellposed.train.checkpoint import Store
+from wellposed.train.data import ImageData, UnreadableImageError
 from wellposed.train.distributed import from_first, is_first, rank, require_accelerate, wait_for_all, world
 from wellposed.train.durable import recover
 from wellposed.train.export import export_weights
 from wellposed.train.guard import without_cudnn_attention
-from wellposed.train.log import best_accuracy
 from wellposed.train.loop import Loop, Status, StopRequest, first_test_images
 from wellposed.train.mae import MaskedAutoencoder, draw_reconstruction, fixed_mask_noise, mae_warnings
 from wellposed.train.optimizer import check_optimizer
@@ -181,6 +184,7 @@ def _train(
             if is_first():
                 exporter("last", last)
                 _draw(folder, task, images, recipe, prepared)
+                _keep_graying(folder, recipe, prepared.data, reporter)
             reporter.event("finished", update=loop.progress.update)
         reporter.about |= _counts(train, test)  # streamed images that cannot be read are known by now
         summary = reporter.write_result(about) | {"status": status}
@@ -279,3 +283,24 @@ def _draw(folder: Path, task: Task, images: Tensor | None, recipe: Recipe, prepa
     mae.eval()
     built = prepared.built
     draw_reconstruction(mae, images, noise, built.mean, built.std).save(folder / "reconstruction.png")
+
+
+def _keep_graying(folder: Path, recipe: Recipe, data: ImageData, reporter: Reporter) -> None:
+    """What graying does to the first test images, for reports: they have no data sets."""
+    try:
+        pictures = [data.test.picture(index) for index in range(min(COUNT, len(data.test)))]
+    except UnreadableImageError as error:
+        reporter.say(f"no pictures of graying are kept: {error}")
+        return
+    side = min(SIDE, *(min(picture.size) for picture in pictures))
+    patch = recipe.patch_size or (8 if side == SIDE else 2)
+    patch = patch if patch <= side else 1
+    names = [f"{data.test.name(i)}: {data.classes[int(data.test.labels[i])]}" for i in range(len(pictures))]
+    made = gray_images(
+        squares(pictures, side - side % patch),
+        names,
+        patch=patch,
+        source=f"test images of {without_secrets(data.name)}",
+        **settings_of([recipe.to_mapping()]),
+    )
+    graying_pictures.write(made, folder)

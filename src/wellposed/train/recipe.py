@@ -256,8 +256,8 @@ class Recipe:
         "classify; mae: masked pre-training; probe: train a linear head on a frozen model")
 
     data: str = _field("digits", "Data",
-        "digits, cifar10:DIR, cifar100:DIR, fashion-mnist:DIR, a folder, hf:NAME_OR_PARQUET, wds:SHARDS "
-        "or packed:FILE.npz")
+        "digits, torchvision:NAME such as torchvision:CIFAR10, cifar10:DIR, a folder, hf:NAME_OR_PARQUET, "
+        "wds:SHARDS or packed:FILE.npz")
     placement: Placement = _field("auto", "Data",
         "device: decode once and keep on the device; stream: decode in workers; auto: device if it fits")
     workers: int = _field(2, "Data",

@@ -25,8 +25,9 @@ from rich.text import Text
 
 from wellposed.environment import without_secrets
 from wellposed.records import named_text, short
+from wellposed.run_records import NAME, current, read_run, summarise
 from wellposed.text import aligned, nearest
-from wellposed.train.log import NAME, RunLog, current, read_run, summarise, write_json
+from wellposed.train.log import RunLog, write_json
 from wellposed.train.recipe import Recipe
 from wellposed.train.screen import Screen, make_screen
 
@@ -142,7 +143,7 @@ def end_table(recipe: Recipe, summary: Mapping[str, Any], about: Mapping[str, An
 
     Args:
         recipe: of the run.
-        summary: of :func:`wellposed.train.log.summarise`.
+        summary: of :func:`wellposed.run_records.summarise`.
         about: what only the trainer knows, shown as it is; a number is shown with separators.
         folder: of the run; the files that are there are named.
     """

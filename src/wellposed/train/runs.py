@@ -27,14 +27,15 @@ from torch import Tensor, nn
 from wellposed.environment import without_secrets
 from wellposed.files import clear_staged, read_object
 from wellposed.models import load_weights, say_weights
+from wellposed.run_records import NAME as LOG
+from wellposed.run_records import read_run
 from wellposed.train.batches.augment import normalised
 from wellposed.train.batches.batch import scale
 from wellposed.train.checkpoint import file_hash
 from wellposed.train.data import decode_readable, open_data
 from wellposed.train.edits import DEVICE_FLOORS
 from wellposed.train.export import WEIGHTS
-from wellposed.train.log import NAME as LOG
-from wellposed.train.log import read_json, read_run, write_json
+from wellposed.train.log import read_json, write_json
 from wellposed.train.model import build_model, start_from
 from wellposed.train.optimizer import EpsSchedule
 from wellposed.train.recipe import Recipe
@@ -56,7 +57,7 @@ def default_folder(recipe: Recipe, without: Collection[str] = ()) -> Path:
     told = {name: value for name, value in decisive(recipe).items() if name not in without}
     text = json.dumps(told, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    kind, colon, rest = recipe.data.partition(":")
+    kind, colon, rest = recipe.data.removeprefix("torchvision:").partition(":")
     data = kind if colon and kind not in ("packed", "hf", "wds", "folder") else Path(rest or kind).stem
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{data}-{recipe.model}").strip("-.")
     return Path("runs") / f"{name}-{digest}"

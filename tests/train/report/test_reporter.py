@@ -11,9 +11,9 @@ import time
 import pytest
 from rich.console import Console
 
+from wellposed.run_records import NAME, read_run
 from wellposed.train import log as run_log
 from wellposed.train import reporter, screen
-from wellposed.train.log import read_run
 from wellposed.train.recipe import Recipe
 from wellposed.train.reporter import Reporter
 
@@ -114,7 +114,7 @@ def test_a_run_that_was_killed_and_resumed(tmp_path) -> None:
         before = read_run(tmp_path)[-1]["seconds"]
         killed.train(90, loss=0.1, lr=0.1, images=10)
         killed.tested(90, epoch=3, loss=0.1, accuracy=0.99, best=True)
-        with (tmp_path / run_log.NAME).open("a") as file:
+        with (tmp_path / NAME).open("a") as file:
             file.write('{"event": "tra')
         with reporter_of(tmp_path, start=60) as tell:
             tell.train(100, loss=0.5, lr=0.1, images=10)
@@ -181,7 +181,7 @@ def test_numbers_that_are_not_finite(tmp_path) -> None:
         assert tell.write_result()["nonfinite"] == 1
     assert "loss nan" in stream.getvalue()
     assert "inf" in str(tell.table())
-    for line in (tmp_path / run_log.NAME).read_text().splitlines():
+    for line in (tmp_path / NAME).read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(name))
 
 

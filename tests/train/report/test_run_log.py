@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from wellposed.train.log import NAME, RunLog, read_run
+from wellposed.run_records import NAME, read_run
+from wellposed.train.log import RunLog
 
 
 def write(folder, *lines):

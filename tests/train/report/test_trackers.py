@@ -10,7 +10,7 @@ from accelerate.utils import LoggerType
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from wellposed.train.log import read_run
+from wellposed.run_records import read_run
 from wellposed.train.recipe import Recipe
 from wellposed.train.reporter import Reporter, flat, tracker_names
 

@@ -1,5 +1,6 @@
-"""What each method adds to a training step, by ``wellposed bench graying`` (ASA, training time)."""
+"""What each method adds to a training step, by ``python -m benchmarks graying`` (ASA, training time)."""
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -7,13 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
-from wellposed.bench.graying import run_steps, usual_device, usual_steps
-from wellposed.bench.steps import PLAIN
-from wellposed.bench.timing import device_name
 from wellposed.study.figures import Canvas
 from wellposed.study.measured.settings import plain_vit
 from wellposed.study.plan import Cell, Scale, Study, StudyRecords, StudyReport, Verdict
 
+PLAIN = "plain"
 EDITS = ("svd-embedding", "spectral-embedding", "dct-embedding", "dct-pixels", "cb", "cb_s")
 PAPER = {PLAIN: 1.0, "svd-embedding": 4.552 / 0.723, "dct-embedding": 0.732 / 0.723}
 """Of its days for ViT-B, over the baseline's."""
@@ -37,12 +36,25 @@ def steps_once(scale: Scale, study: Path) -> list[dict[str, Any]]:
 
     The paper scale is the same with more rounds. The images are random: what is in them takes no time.
     """
-    device = usual_device(None)
+    timing = importlib.import_module("benchmarks.timing")  # of the repository, where the study runs
+    device = timing.usual_device()
     given: dict[str, Any] = {"edits": EDITS, "rounds": _ROUNDS[scale]}
     plan = usual_steps(device, given)
-    rows = run_steps(plan, device, study / "bench", Console(stderr=True))
-    about = {"device": device_name(device), "on": device.type, **asdict(plan), "edits": list(plan.edits)}
+    rows = importlib.import_module("benchmarks.graying").run_steps(
+        plan, device, study / "bench", Console(stderr=True)
+    )
+    about = {
+        "device": timing.device_name(device),
+        "on": device.type,
+        **asdict(plan),
+        "edits": list(plan.edits),
+    }
     return [{"measure": "training step", **asdict(row), "about": about} for row in rows]
+
+
+def usual_steps(device: Any, given: dict[str, Any]) -> Any:
+    """The plan of the benchmark for a device."""
+    return importlib.import_module("benchmarks.graying").usual_steps(device, given)
 
 
 def report(records: StudyRecords) -> StudyReport:

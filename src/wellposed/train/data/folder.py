@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from wellposed.probes.image_sources import SUFFIXES
+from wellposed.image_files import SUFFIXES
 from wellposed.train.data.images import Contents, EncodedImages, Indices, Part, Slices
 
 SplitName = Literal["train", "val", "test"]

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from wellposed.files import require_regular
-from wellposed.probes.image_sources import decode, reason, require_picture
+from wellposed.image_files import decode, reason, require_picture
 
 Indices = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]

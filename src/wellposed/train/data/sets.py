@@ -155,6 +155,7 @@ FORMS = {
     "cifar10": "cifar10:DIR",
     "cifar100": "cifar100:DIR",
     "fashion-mnist": "fashion-mnist:DIR",
+    "torchvision": "torchvision:NAME",
     "folder": "folder:DIR (or the folder alone)",
     "hf": "hf:NAME_OR_PARQUET",
     "wds": "wds:SHARDS",
@@ -252,8 +253,6 @@ def contents_of(spec: str, seed: int) -> Contents:
     """What the set holds, not checked yet. Each source is imported when it is asked for."""
     kind, colon, rest = spec.partition(":")
     if spec == "digits":
-        pass
-
         return digits(seed)
     if colon and kind in FORMS and kind != "digits":
         if not rest:
@@ -270,14 +269,14 @@ def contents_of(spec: str, seed: int) -> Contents:
 def _from_source(kind: str, rest: str) -> Contents:
     path = Path(rest).expanduser()
     match kind:
-        case "cifar10" | "cifar100":
-            from wellposed.train.data.cifar import cifar
+        case "cifar10" | "cifar100" | "fashion-mnist":
+            from wellposed.train.data.torchvision_sets import torchvision_files
 
-            return cifar(kind, path)
-        case "fashion-mnist":
-            from wellposed.train.data.idx import fashion_mnist
+            return torchvision_files(kind, path)
+        case "torchvision":
+            from wellposed.train.data.torchvision_sets import torchvision_set
 
-            return fashion_mnist(path)
+            return torchvision_set(rest)
         case "folder":
             from wellposed.train.data.folder import image_folder
 

@@ -8,26 +8,39 @@ its folder. A run that fails does not stop the others, and a sweep that is calle
 stopped: runs that have finished are not trained again.
 """
 
+import contextlib
 import os
 import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from wellposed.files import alone_in, write_cells
 from wellposed.records import short
+from wellposed.run_records import best_accuracy
 from wellposed.text import aligned
-from wellposed.train.log import best_accuracy, write_json
+from wellposed.train.log import write_json
 from wellposed.train.reporter import duration, percent, rate
 from wellposed.train.sweep import processes as progress
 from wellposed.train.sweep.plan import Run, plan, write_recipes
-from wellposed.train.sweep.processes import Child, Screen, Signals, nothing_more, train_all
+from wellposed.train.sweep.processes import (
+    Child,
+    Engine,
+    LocalEngine,
+    Screen,
+    Signals,
+    nothing_more,
+    train_all,
+)
+
+if TYPE_CHECKING:
+    from wellposed.train.sweep.cluster import Resources
 
 _SPEED = ("images_per_second", "seconds")
 COLUMNS = ("run", "recipe", "seed", "state", "accuracy", "best_accuracy", "loss", *_SPEED, "folder")
@@ -151,6 +164,7 @@ def run(
     jobs: int | None = None,
     seeds: Sequence[int] | None = None,
     changes: Mapping[str, Any] | None = None,
+    cluster: "Resources | None" = None,
     command: Sequence[str] = COMMAND,
     console: Console | None = None,
 ) -> Outcome:
@@ -161,14 +175,18 @@ def run(
         out: gets a folder and a recipe file for each run, ``sweep.csv`` and ``sweep.json``.
         jobs: runs at a time. None: 6 where ``nvidia-smi`` shows a GPU and a recipe may use it, else 1. With
             more than one, each gets its share of the cores (``OMP_NUM_THREADS``, unless that is set already).
+            On a cluster None is as many as there is room for.
         seeds: train each recipe with each of them; None keeps the recipes' own.
         changes: values for all the recipes, such as the data.
+        cluster: what each run gets of a Ray cluster, which then trains them; None trains on this machine.
         command: what is called with a recipe and ``--out FOLDER``.
         console: where to print.
     """
     out, console = Path(out), console or Console()
     runs = plan(recipes, out=out, seeds=seeds, changes=changes)
-    jobs = min(default_jobs(runs) if jobs is None else jobs, len(runs))
+    if jobs is None:
+        jobs = default_jobs(runs) if cluster is None else len(runs)
+    jobs = min(jobs, len(runs))
     rows: list[dict[str, Any]] = []
 
     def save(children: Sequence[Child]) -> None:
@@ -176,7 +194,9 @@ def run(
         about = {"jobs": jobs, "seeds": seeds and list(seeds), "changes": dict(changes or {})}
         write_summary(rows, about, out)
 
-    children, exit_code = train_runs(runs, out=out, jobs=jobs, command=command, console=console, at_end=save)
+    children, exit_code = train_runs(
+        runs, out=out, jobs=jobs, cluster=cluster, command=command, console=console, at_end=save
+    )
     console.print(_closing(children, rows, out), markup=False, highlight=False, soft_wrap=True)
     return Outcome(rows, exit_code)
 
@@ -188,6 +208,7 @@ def train_runs(
     jobs: int,
     command: Sequence[str],
     console: Console,
+    cluster: "Resources | None" = None,
     ended: Callable[[Run], Sequence[Run]] = nothing_more,
     at_end: Callable[[Sequence[Child]], None] = lambda children: None,
 ) -> tuple[list[Child], int]:
@@ -198,6 +219,7 @@ def train_runs(
         out: locked meanwhile.
         jobs: runs at a time.
         command: as of :func:`run`.
+        cluster: as of :func:`run`.
         console: where to print.
         ended: called with each run that ended, well or not, and with those that had finished before; it tells
             the runs that had waited for it. It must not take long: no run is started meanwhile.
@@ -208,26 +230,42 @@ def train_runs(
         write_recipes(runs)
         children = [Child.of(each) for each in runs]
         console.print(_opening(children, jobs, out), markup=False, highlight=False, soft_wrap=True)
-        with Signals() as signals:
+        # Ray takes SIGTERM when it connects, so the sweep takes its signals after that.
+        with _engine(runs, jobs, command, lock, cluster, console) as engine, Signals() as signals:
             with Screen(console, children) as screen:
-                train_all(
-                    children,
-                    jobs=jobs,
-                    command=command,
-                    environment=child_environment(jobs, os.environ),
-                    inherited=[lock],
-                    signals=signals,
-                    show=screen.show,
-                    ended=ended,
-                )
+                train_all(children, jobs=jobs, engine=engine, signals=signals, show=screen.show, ended=ended)
             at_end(children)
     return children, _exit_code(children, signals.received)
 
 
+@contextlib.contextmanager
+def _engine(
+    runs: Sequence[Run],
+    jobs: int,
+    command: Sequence[str],
+    lock: int,
+    cluster: "Resources | None",
+    console: Console,
+) -> Iterator[Engine]:
+    if cluster is None:
+        yield LocalEngine(command, child_environment(jobs, os.environ), [lock])
+        return
+    from wellposed.train.sweep.cluster import RayEngine, connected
+
+    with connected():
+        engine = RayEngine(command, cluster, may_use_gpu=_may_use_gpu(runs))
+        for note in engine.notes:
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
+        yield engine
+
+
 def default_jobs(runs: Sequence[Run]) -> int:
     """How many runs to have beside each other, without loading torch to see what there is."""
-    may_use_gpu = any(each.recipe.device in (None, "cuda") for each in runs)
-    return GPU_JOBS if may_use_gpu and gpu_is_there(os.environ) else 1
+    return GPU_JOBS if _may_use_gpu(runs) and gpu_is_there(os.environ) else 1
+
+
+def _may_use_gpu(runs: Sequence[Run]) -> bool:
+    return any(each.recipe.device in (None, "cuda") for each in runs)
 
 
 def gpu_is_there(environment: Mapping[str, str]) -> bool:

@@ -5,6 +5,7 @@ Runs as child processes: so many beside each other, told to save and end when th
 What people see while a sweep goes on: a table in a terminal, a line for each change in a log file.
 """
 
+import contextlib
 import math
 import os
 import signal
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -104,10 +105,70 @@ def number(value: Any) -> float | None:
     return value if is_number and math.isfinite(value) else None
 
 
-State = Literal["waiting", "running", "finished", "interrupted", "nonfinite", "failed"]
+State = Literal["waiting", "queued", "running", "finished", "interrupted", "nonfinite", "failed"]
 POLL_SECONDS = 0.1
 NONFINITE, TERMINATED = 3, 128 + signal.SIGTERM
 """Exit codes of ``wellposed train``."""
+
+
+class Process(Protocol):
+    """What trains a run, here or on another machine. The methods are those of ``subprocess.Popen``."""
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether it has still to begin."""
+
+    def poll(self) -> int | None:
+        """The exit code if it has ended; a ``ChildProcessError`` if it has none."""
+
+    def terminate(self) -> None:
+        """Tell it to save and end."""
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
+class Engine(Protocol):
+    """Where runs are trained."""
+
+    def start(self, run: Run) -> Process:
+        """Begin to train a run, or queue it; an ``OSError`` if that cannot be."""
+
+
+class LocalProcess(subprocess.Popen[bytes]):
+    """A process of this machine."""
+
+    is_queued = False
+
+
+@dataclass(frozen=True)
+class LocalEngine:
+    """Processes of this machine.
+
+    Args:
+        command: what is called with a recipe and ``--out FOLDER``.
+        environment: of the processes.
+        inherited: open files that they hold too.
+    """
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    inherited: Sequence[int] = ()
+
+    def start(self, run: Run) -> LocalProcess:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        with (run.folder / LOG).open("ab") as log:
+            return LocalProcess(
+                [*self.command, str(run.recipe_file), "--out", str(run.folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                pass_fds=tuple(self.inherited),
+                # A terminal sends Ctrl-C to all of its processes; the sweep alone passes it on, once.
+                start_new_session=True,
+            )
 
 
 @dataclass
@@ -127,7 +188,7 @@ class Child:
     result: dict[str, Any] | None = None
     started: float = 0.0
     told_to_stop: bool = False
-    process: "subprocess.Popen[bytes] | None" = None
+    process: Process | None = None
 
     @classmethod
     def of(cls, run: Run) -> "Child":
@@ -139,32 +200,35 @@ class Child:
             child.progress.refresh()
         return child
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], inherited: Sequence[int]) -> None:
+    def start(self, engine: Engine) -> None:
         """Start the process; if that cannot be, the run has failed and the others go on."""
         try:
-            self.run.folder.mkdir(parents=True, exist_ok=True)
-            with (self.run.folder / LOG).open("ab") as log:
-                self.process = subprocess.Popen(
-                    [*command, str(self.run.recipe_file), "--out", str(self.run.folder)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    pass_fds=tuple(inherited),
-                    # A terminal sends Ctrl-C to all of its processes; the sweep alone passes it on, once.
-                    start_new_session=True,
-                )
+            self.process = engine.start(self.run)
         except OSError as error:
             self.state, self.reason = "failed", f"could not be started: {error}"
         else:
-            self.state, self.started = "running", time.monotonic()
+            self.state, self.started = "queued", time.monotonic()
+            self._begin()
+
+    def _begin(self) -> None:
+        if self.state == "queued" and self.process is not None and not self.process.is_queued:
+            self.state = "running"
+
+    @property
+    def is_live(self) -> bool:
+        return self.state in ("queued", "running")
 
     def poll(self) -> None:
         """Look how it is, and set the state if it has ended."""
         assert self.process is not None
-        code = self.process.poll()
+        try:
+            code = self.process.poll()
+        except ChildProcessError as error:
+            self.state, self.reason = "failed", str(error)
+            return
         self.progress.refresh()
         if code is None:
+            self._begin()
             return
         self.result = read_result(self.run.folder)
         if code == 0 and is_finished(self.result):
@@ -237,9 +301,7 @@ def train_all(
     children: list[Child],
     *,
     jobs: int,
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    inherited: Sequence[int],
+    engine: Engine,
     signals: Signals,
     show: Callable[[], None],
     ended: Callable[[Run], Sequence[Run]] = nothing_more,
@@ -272,8 +334,8 @@ def train_all(
         while running or (waiting and signals.received is None):
             while waiting and len(running) < jobs and signals.received is None:
                 child = waiting.pop(0)
-                child.start(command, environment, inherited)
-                if child.state == "running":
+                child.start(engine)
+                if child.is_live:
                     running.append(child)
                 else:
                     go_on(child)
@@ -283,9 +345,9 @@ def train_all(
                 if signals.again and child.process is not None:
                     child.process.kill()
                 child.poll()
-                if child.state not in ("running", "interrupted"):
+                if not child.is_live and child.state != "interrupted":
                     go_on(child)
-            running = [child for child in running if child.state == "running"]
+            running = [child for child in running if child.is_live]
             show()
             if running:
                 time.sleep(POLL_SECONDS)
@@ -295,7 +357,8 @@ def train_all(
             child.stop()
         for child in running:
             if child.process is not None:
-                child.process.wait()
+                with contextlib.suppress(ChildProcessError):
+                    child.process.wait()
 
 
 def _turn(child: Child) -> tuple[float, int]:
@@ -367,7 +430,9 @@ def as_table(children: Sequence[Child], rows: int) -> Table:
     for title in ("run", "state", *_RIGHT):
         table.add_column(title, justify="right" if title in _RIGHT else "left", no_wrap=True)
     if len(children) > rows:
-        children = [child for child in children if child.state not in ("waiting", "finished")][: max(rows, 1)]
+        children = [child for child in children if child.state not in ("waiting", "queued", "finished")][
+            : max(rows, 1)
+        ]
     for child in children:
         table.add_row(Text(child.run.title), Text(child.state, _STYLES.get(child.state, "")), *_cells(child))
     return table

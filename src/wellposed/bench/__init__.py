@@ -1,1 +1,0 @@
-"""Measurements of speed: what graying costs alone and inside a training step."""

@@ -1,0 +1,62 @@
+"""Image files: which there are by their names, and how one is decoded.
+
+>>> decode(Image.new("L", (4, 4)), "RGB", any_depth=False).mode
+'RGB'
+"""
+
+import os
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from wellposed.files import require_regular
+
+SUFFIXES = (
+    ".avif",
+    ".bmp",
+    ".gif",
+    ".jp2",
+    ".jpeg",
+    ".jpg",
+    ".pgm",
+    ".png",
+    ".ppm",
+    ".tif",
+    ".tiff",
+    ".webp",
+)
+
+LONGEST = 100
+"""How many times a side of a picture may be as long as the other."""
+
+
+def decode(piece: "str | os.PathLike[str] | Image.Image", mode: str, any_depth: bool) -> Image.Image:
+    """The picture in a mode of 8 bits; with ``any_depth`` one of 32 bits stays as it is."""
+    if not isinstance(piece, Image.Image):
+        require_regular(piece)
+        with Image.open(piece) as opened:
+            return decode(opened, mode, any_depth)
+    require_picture(piece)
+    if piece.mode.startswith("I;16"):  # Pillow would clip it at 255
+        return Image.fromarray((np.asarray(piece) >> 8).astype(np.uint8)).convert(mode)
+    if piece.mode in ("I", "F"):
+        if any_depth:
+            return piece.copy()
+        raise ValueError(f"the range of its values, of mode {piece.mode}, is not known; pass transform=")
+    return piece.convert(mode)
+
+
+def require_picture(piece: Image.Image) -> None:
+    """Raise for a line of pixels: with the shorter side as long as a model's it would fill the memory."""
+    shorter, longer = sorted(piece.size)
+    if longer > LONGEST * shorter:
+        raise ValueError(
+            f"one side is more than {LONGEST} times as long as the other, {piece.size[0]} x {piece.size[1]}"
+        )
+
+
+def reason(error: Exception) -> str:
+    """Why a file could not be read, without its path."""
+    if isinstance(error, UnidentifiedImageError):
+        return "cannot identify image file"
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
