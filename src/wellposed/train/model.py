@@ -19,22 +19,14 @@ from torch import Tensor, nn
 
 import wellposed.surgery as surgery
 from wellposed.anatomy.model import refuse_wrapped
-from wellposed.models import (
-    build,
-    describe_weights,
-    few,
-    from_file,
-    misfits,
-    read_weights,
-    say_weights,
-    timm_architecture,
-)
+from wellposed.models import build, describe_weights, say_weights, timm_architecture
 from wellposed.nn import TokenGraying
 from wellposed.surgery import Edits
 from wellposed.surgery.insertion import Inserted
 from wellposed.train.edits import apply_edits
 from wellposed.train.recipe import Recipe
 from wellposed.train.tasks import classifiers
+from wellposed.weights import few, from_file, misfits, read_weights
 
 _IN_A_RUN = ("best/model.safetensors", "last/model.safetensors", "model.safetensors")
 _NORMS = ("norm", "fc_norm")
