@@ -11,6 +11,7 @@ folder with a config.json, or a name on the hub) and ``tv:NAME`` torchvision's.
 import difflib
 import importlib
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from weakref import WeakKeyDictionary, WeakSet
 import timm
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 import wellposed.convmixer_tiny  # noqa: F401  registers a model with timm
 from wellposed.files import read_object
 from wellposed.probes.model_input import is_of
 from wellposed.probes.observe import plain
+from wellposed.saving import KEY, apply, lacks, saved_edits
+from wellposed.surgery.insertion import scales
 from wellposed.weights import few, from_file, misfits, read_weights, renamed, share_tied, unreadable
 
 _described: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
@@ -51,7 +54,7 @@ def build(
     seed: int = 0,
     **options: Any,
 ) -> nn.Module:
-    """A model in evaluation mode.
+    """A model in evaluation mode, with the edits that :func:`wellposed.save_edits` put in its folder.
 
     Args:
         name: of timm, ``hf-hub:NAME`` or ``local-dir:FOLDER`` as timm has them, ``hf:NAME_OR_FOLDER`` of
@@ -159,11 +162,22 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     if wrong:
         raise ValueError(
             f"the weights in {path} do not fit {type(inner).__name__}: {'; '.join(wrong)}. "
-            "Nothing was loaded; build the model with the options that they were trained with "
-            "(num_classes=, img_size=, ...)."
+            f"Nothing was loaded; {_remedy(inner, path, state)}"
         )
     inner.load_state_dict(state)
-    say_weights(inner, from_file(path, taken))
+    words = from_file(path, taken)
+    if lacking := lacks(inner, path):
+        warnings.warn(f"{lacking}.", UserWarning, stacklevel=2)
+        words += f"; {lacking}"
+    say_weights(inner, words)
+
+
+def _remedy(model: nn.Module, path: Path, state: Mapping[str, Tensor]) -> str:
+    if lacking := lacks(model, path):
+        return f"{lacking}."
+    if any(".inserted_" in name for name in state) and not scales(model):
+        return "the file has scales of CB_S: make the edits that it was saved with first."
+    return "build the model with the options that they were trained with (num_classes=, img_size=, ...)."
 
 
 _Builder = Callable[[str, bool, bool, dict[str, Any]], tuple[nn.Module, str]]
@@ -209,6 +223,9 @@ def _build_of_folder(
             f"expected {' or '.join(_HELD)} in {folder}, there is neither; leave pretrained out."
         )
     facts = {key: told[key] for key in _FACTS if key in told}
+    edited = saved_edits(folder)
+    if edited is not None and state is not None:
+        state = {name: value for name, value in state.items() if ".inserted_" not in name}
     try:
         model: nn.Module = timm.create_model(
             architecture,
@@ -223,6 +240,8 @@ def _build_of_folder(
             "that change the size of the images or patches, or load none: pretrained=False."
         ) from error
     model.pretrained_cfg.pop("state_dict", None)  # type: ignore[union-attr, operator]
+    if edited is not None:
+        apply(model, folder / "config.json" if state is None else folder)
     return model, "" if held is None or state is None else from_file(held, words)
 
 
@@ -337,7 +356,10 @@ def _build_transformers(
         architecture = _architecture(transformers, config)
         if file_follows or not has_weights:
             make = transformers.AutoModel.from_config if architecture is None else architecture
-            return make(config), ""
+            model = make(config)
+            if KEY in vars(config):
+                apply(model, getattr(config, KEY))
+            return model, ""
         model, loaded = (architecture or transformers.AutoModel).from_pretrained(
             name,
             config=config,
@@ -350,6 +372,8 @@ def _build_transformers(
         raise _not_fetched(f"the model {name}", error) from error
     except SafetensorError as error:
         raise unreadable(name, error) from error
+    if KEY in vars(config):
+        apply(model, folder if is_local else _fetched(name, "config.json").parent)
     return model, _loaded_words(name, model, loaded)
 
 

@@ -6,7 +6,8 @@
 """
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from wellposed.surgery.insertion import Inserted
+
+WEIGHT_ENDINGS = (".safetensors", ".pth", ".pt", ".tar", ".bin", ".ckpt")
 _INSIDE = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Where checkpoints hold weights; averaged ones first, as timm takes them."""
 _PREFIXES = ("module.", "_orig_mod.")
@@ -120,18 +124,50 @@ def misfits(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]
 
 def renamed(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights under the names of this model: files of transformers have those of its older versions."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        copy, loaded = type(model).from_pretrained(
+    operations = {
+        name: deepcopy(module).to("meta")
+        for name, module in model.named_modules()
+        if isinstance(module, Inserted)
+    }
+
+    own: Any = type(model)
+
+    class Holding(own):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            for name, operation in operations.items():  # for their parameters alone: nothing runs them
+                owner, _, child = name.rpartition(".")
+                self.get_submodule(owner).add_module(child, operation)
+
+    Holding.__name__, Holding.__module__ = own.__name__, own.__module__
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), _quiet_transformers():
+        copy, loaded = Holding.from_pretrained(
             None,
             config=deepcopy(model.config),
             state_dict=dict(state),
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    renamed = {key: value for key, value in copy.state_dict().items() if key not in loaded["missing_keys"]}
-    renamed |= {key: state[key] for key in state if key in loaded["unexpected_keys"]}
+    there = {key: value for key, value in copy.state_dict().items() if key not in loaded["missing_keys"]}
+    there |= {key: state[key] for key in state if key in loaded["unexpected_keys"]}
     reshaped = {key: torch.empty(held, device="meta") for key, held, _ in loaded["mismatched_keys"]}
-    return renamed | reshaped
+    return there | reshaped
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without its report of what is missing: its reader is the caller, by ``output_loading_info``."""
+    from transformers.utils import logging
+
+    level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bar:
+            logging.enable_progress_bar()
 
 
 def few(names: Iterable[str], most: int = 4) -> str:
