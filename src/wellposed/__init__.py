@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from wellposed.errors import SeamError, UnknownModelError, WrappedModelError
     from wellposed.probes import Diagnosis
     from wellposed.probes.diagnose import diagnose
+    from wellposed.saving import apply, save_edits
     from wellposed.surgery import (
         Edit,
         Edits,
@@ -30,6 +31,8 @@ _HOME = {
     "UnknownModelError": "errors",
     "WrappedModelError": "errors",
     "Diagnosis": "probes",
+    "apply": "saving",
+    "save_edits": "saving",
     "diagnose": "probes",
     "Edit": "surgery",
     "Edits": "surgery",
@@ -50,6 +53,7 @@ __all__ = [
     "UnknownModelError",
     "WrappedModelError",
     "anatomy",
+    "apply",
     "broadcast_context",
     "diagnose",
     "edits",
@@ -60,6 +64,7 @@ __all__ = [
     "probes",
     "remove_skips",
     "restore",
+    "save_edits",
     "surgery",
     "uniform_heads",
 ]

@@ -8,12 +8,11 @@ folder with a config.json, or a name on the hub) and ``tv:NAME`` torchvision's.
 'random weights (seed 0)'
 """
 
-import argparse
 import difflib
 import importlib
 import os
-from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -21,13 +20,15 @@ from weakref import WeakKeyDictionary, WeakSet
 import timm
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import wellposed.convmixer_tiny  # noqa: F401  registers a model with timm
 from wellposed.files import read_object
 from wellposed.probes.model_input import is_of
 from wellposed.probes.observe import plain
+from wellposed.saving import KEY, apply, lacks, saved_edits
+from wellposed.surgery.insertion import scales
+from wellposed.weights import few, from_file, misfits, read_weights, renamed, share_tied, unreadable
 
 _described: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 _random: "WeakSet[nn.Module]" = WeakSet()
@@ -53,7 +54,7 @@ def build(
     seed: int = 0,
     **options: Any,
 ) -> nn.Module:
-    """A model in evaluation mode.
+    """A model in evaluation mode, with the edits that :func:`wellposed.save_edits` put in its folder.
 
     Args:
         name: of timm, ``hf-hub:NAME`` or ``local-dir:FOLDER`` as timm has them, ``hf:NAME_OR_FOLDER`` of
@@ -153,61 +154,30 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     path = Path(path)
     state, taken = read_weights(path)
     inner = plain(model)
-    _share_tied(inner, state)
+    share_tied(inner, state)
     wrong = misfits(inner.state_dict(), state)
     if wrong and is_of(inner, "transformers"):
-        state = _renamed(inner, state)
+        state = renamed(inner, state)
         wrong = misfits(inner.state_dict(), state)
     if wrong:
         raise ValueError(
             f"the weights in {path} do not fit {type(inner).__name__}: {'; '.join(wrong)}. "
-            "Nothing was loaded; build the model with the options that they were trained with "
-            "(num_classes=, img_size=, ...)."
+            f"Nothing was loaded; {_remedy(inner, path, state)}"
         )
     inner.load_state_dict(state)
-    say_weights(inner, from_file(path, taken))
+    words = from_file(path, taken)
+    if lacking := lacks(inner, path):
+        warnings.warn(f"{lacking}.", UserWarning, stacklevel=2)
+        words += f"; {lacking}"
+    say_weights(inner, words)
 
 
-def _share_tied(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Give all names of a tied parameter the tensor that the file has for one of them."""
-    names: dict[int, list[str]] = {}
-    for key, value in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(value), []).append(key)
-    for keys in names.values():
-        held = next((key for key in keys if key in state), None)
-        if held is not None:
-            state |= {key: state[held] for key in keys if key not in state}
-
-
-def misfits(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
-    """In words, what of a file's tensors does not fit a model's own."""
-    reshaped = [
-        f"{key}: {tuple(state[key].shape)} in the file, {tuple(value.shape)} in the model"
-        for key, value in own.items()
-        if key in state and state[key].shape != value.shape
-    ]
-    kinds = {
-        "missing": [key for key in own if key not in state],
-        "unexpected": [key for key in state if key not in own],
-        "of another shape": reshaped,
-    }
-    return [f"{len(keys)} {kind} ({few(keys)})" for kind, keys in kinds.items() if keys]
-
-
-def _renamed(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under the names of this model: files of transformers have those of its older versions."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        copy, loaded = type(model).from_pretrained(
-            None,
-            config=deepcopy(model.config),
-            state_dict=dict(state),
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    renamed = {key: value for key, value in copy.state_dict().items() if key not in loaded["missing_keys"]}
-    renamed |= {key: state[key] for key in state if key in loaded["unexpected_keys"]}
-    reshaped = {key: torch.empty(held, device="meta") for key, held, _ in loaded["mismatched_keys"]}
-    return renamed | reshaped
+def _remedy(model: nn.Module, path: Path, state: Mapping[str, Tensor]) -> str:
+    if lacking := lacks(model, path):
+        return f"{lacking}."
+    if any(".inserted_" in name for name in state) and not scales(model):
+        return "the file has scales of CB_S: make the edits that it was saved with first."
+    return "build the model with the options that they were trained with (num_classes=, img_size=, ...)."
 
 
 _Builder = Callable[[str, bool, bool, dict[str, Any]], tuple[nn.Module, str]]
@@ -253,6 +223,9 @@ def _build_of_folder(
             f"expected {' or '.join(_HELD)} in {folder}, there is neither; leave pretrained out."
         )
     facts = {key: told[key] for key in _FACTS if key in told}
+    edited = saved_edits(folder)
+    if edited is not None and state is not None:
+        state = {name: value for name, value in state.items() if ".inserted_" not in name}
     try:
         model: nn.Module = timm.create_model(
             architecture,
@@ -267,6 +240,8 @@ def _build_of_folder(
             "that change the size of the images or patches, or load none: pretrained=False."
         ) from error
     model.pretrained_cfg.pop("state_dict", None)  # type: ignore[union-attr, operator]
+    if edited is not None:
+        apply(model, folder / "config.json" if state is None else folder)
     return model, "" if held is None or state is None else from_file(held, words)
 
 
@@ -381,7 +356,10 @@ def _build_transformers(
         architecture = _architecture(transformers, config)
         if file_follows or not has_weights:
             make = transformers.AutoModel.from_config if architecture is None else architecture
-            return make(config), ""
+            model = make(config)
+            if KEY in vars(config):
+                apply(model, getattr(config, KEY))
+            return model, ""
         model, loaded = (architecture or transformers.AutoModel).from_pretrained(
             name,
             config=config,
@@ -393,7 +371,9 @@ def _build_transformers(
     except OSError as error:
         raise _not_fetched(f"the model {name}", error) from error
     except SafetensorError as error:
-        raise _unreadable(name, error) from error
+        raise unreadable(name, error) from error
+    if KEY in vars(config):
+        apply(model, folder if is_local else _fetched(name, "config.json").parent)
     return model, _loaded_words(name, model, loaded)
 
 
@@ -442,82 +422,6 @@ def _loaded_words(name: str, model: nn.Module, loaded: dict[str, Any]) -> str:
     return f"weights from {name}, but {len(missing)} of {total} tensors random, not in it ({few(missing)})"
 
 
-_INSIDE = ("state_dict_ema", "model_ema", "state_dict", "model")
-"""Where checkpoints hold weights; averaged ones first, as timm takes them."""
-_PREFIXES = ("module.", "_orig_mod.")
-"""Of DistributedDataParallel and torch.compile."""
-
-
-def read_weights(path: Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors of a file, and in words what of the file was taken where that is not all of it."""
-    if not path.is_file():
-        raise FileNotFoundError(f"expected a file of weights, there is no {path}.")
-    if path.suffix == ".safetensors":
-        try:
-            return load_file(path), ""
-        except SafetensorError as error:
-            raise _unreadable(path, error) from error
-    return _plain_state(_unpickled(path), path)
-
-
-def _unpickled(path: Path) -> Any:
-    """What torch reads of a pickle without running any code in it."""
-    try:
-        # timm's checkpoints hold the options of train.py so.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # the reader of pickles raises many kinds on a damaged file
-        raise ValueError(_refuse_pickle(path, error)) from error
-
-
-def _plain_state(content: Any, path: Path) -> tuple[dict[str, Tensor], str]:
-    """The weights in a checkpoint, under the names of the plain model."""
-    keys = content if isinstance(content, dict) else {}
-    inside = next((name for name in _INSIDE if _is_state(keys.get(name))), None)
-    state = content if inside is None else content[inside]
-    if not _is_state(state):
-        held = f"the keys {few(map(str, keys))}" if keys else f"a {type(content).__name__}"
-        raise ValueError(
-            f"expected weights by name in {path}, or under {', '.join(_INSIDE)}, got {held}; save the "
-            "model's state_dict() alone."
-        )
-    taken = [] if inside is None else [f"its {inside}"]
-    while prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in state)), None):
-        taken.append(f"without the prefix {prefix}")
-        state = {name.removeprefix(prefix): value for name, value in state.items()}
-    return dict(state), ", ".join(taken)
-
-
-def _is_state(value: Any) -> bool:
-    is_named = isinstance(value, dict) and all(isinstance(name, str) for name in value)
-    return is_named and bool(value) and all(isinstance(each, Tensor) for each in value.values())
-
-
-def from_file(path: Path, taken: str) -> str:
-    """Where weights are from, for a report."""
-    return f"weights from {path}" + (f" ({taken})" if taken else "")
-
-
-def _unreadable(place: object, error: SafetensorError) -> ValueError:
-    return ValueError(
-        f"expected weights in the safetensors format, cannot read those in {place} ({error}); "
-        "they may be cut off, or in another format: copy them again."
-    )
-
-
-def _refuse_pickle(path: Path, error: Exception) -> str:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return (
-        f"expected tensors alone, got {path}: a pickle can run code, so one that holds more, or is damaged, "
-        f"is not loaded ({reason}). If you trust it, convert it, with state['model'] or where else the "
-        "weights lie:\n"
-        f"    state = torch.load({str(path)!r}, map_location='cpu', weights_only=False)\n"
-        f"    safetensors.torch.save_file(state, {str(path.with_suffix('.safetensors'))!r})"
-    )
-
-
 def _library(name: str, install: str) -> Any:
     try:
         return importlib.import_module(name)
@@ -538,9 +442,3 @@ def _not_fetched(what: str, error: Exception, folder: str = "hf:FOLDER") -> OSEr
         f"could not get {what} ({reason}); "
         f"without a network pass a file as weights=, or a folder as {folder}."
     )
-
-
-def few(names: Iterable[str], most: int = 4) -> str:
-    names = list(names)
-    more = [f"and {len(names) - most} more"] if len(names) > most else []
-    return ", ".join([*names[:most], *more])

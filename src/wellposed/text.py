@@ -71,3 +71,18 @@ def indices(text: str, name: str = "blocks") -> list[int]:
             raise ValueError(f"{name} must be at most {MOST_INDICES:,} indices, got {text!r}.")
         found += range(first, last + 1)
     return found
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending indices as :func:`indices` reads them.
+
+    >>> ranges([0, 3, 8, 9, 10, 11])
+    '0,3,8-11'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)

@@ -256,7 +256,12 @@ def test_records_tell_what_was_touched() -> None:
     assert skips[0].settings == {"allow_drop_path": False}
     table = str(wp.edits(model)).splitlines()
     assert table[0].split() == ["edit", "where", "block", "module", "detail"]
-    assert len(table) == 5
+    assert len([line for line in table[1:] if "blocks have no" not in line]) == 4
+    assert table[5:] == [
+        "1 of 2 blocks have no remove_skips at attention: 1",
+        "1 of 2 blocks have no remove_skips at ffn: 1",
+        "1 of 2 blocks have no broadcast_context at mlp.middle: 0",
+    ]
     assert "eps=0.7" in str(wp.edits(model))
 
 

@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 import wellposed as wp
 from short_runs import TINY, assert_bitwise, run, signal_at, weights
+from wellposed.calls import ARGUMENTS
 from wellposed.cli import app
 from wellposed.train import Recipe, open_run
-from wellposed.train.edits import ARGUMENTS, apply_edits, calls, parsed
+from wellposed.train.edits import apply_edits, calls, parsed
 
 NOT_OF_A_RECIPE = {"model", "example"}
 

@@ -126,16 +126,18 @@ def test_edits_of_the_recipe_are_in_the_model(tmp_path) -> None:
     run(tmp_path, **fields, epochs=1)
     config = json.loads((tmp_path / "last" / "config.json").read_text())
     edits = config["wellposed"]["edits"]
-    assert sorted((edit["kind"], edit["where"], edit["block"]) for edit in edits) == [
-        ("broadcast_context", "attention.end", 1),
-        ("gray_tokens", "blocks", 0),
-        ("gray_tokens", "blocks", 1),
-        ("remove_skips", "ffn", 0),
-        ("uniform_heads", "attention.query", 1),
+    told = ((edit["edit"], edit.get("where") or edit.get("which"), edit["blocks"]) for edit in edits)
+    assert sorted(told, key=str) == [
+        ("broadcast_context", "attention.end", [1]),
+        ("gray_tokens", "blocks", [0]),
+        ("gray_tokens", "blocks", [1]),
+        ("remove_skips", "ffn", [0]),
+        ("uniform_heads", None, [1]),
     ]
-    assert [edit["detail"] for edit in edits if edit["kind"] == "gray_tokens"] == [
-        "TokenGraying(eps=0.5, method='svd')",
-        "TokenGraying(eps=0.8, method='svd')",
+    grayed = [edit for edit in edits if edit["edit"] == "gray_tokens"]
+    assert [(edit["eps"], edit["method"], edit["blocks"]) for edit in grayed] == [
+        (0.5, "svd", [0]),
+        (0.8, "svd", [1]),
     ]
 
 

@@ -32,4 +32,5 @@ def insert_all(
         insert(place, inserted)
     for block in mixed:
         watch_padding(block)
-    return Edits(edit for edit in edits(model) if edit not in before)
+    now = edits(model)
+    return Edits((edit for edit in now if edit not in before), now.blocks)

@@ -54,6 +54,7 @@ def broadcast_context(
     edit               where    block  module         detail
     broadcast_context  mlp.end  0      blocks.0.mlp   ContextBroadcast()
     broadcast_context  mlp.end  11     blocks.11.mlp  ContextBroadcast()
+    10 of 12 blocks have no broadcast_context at mlp.end: 1-10
     """
     refuse_wrapped(model)
     if where not in get_args(BroadcastWhere):

@@ -111,6 +111,16 @@ def run_after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return cast(Inserted, inner(module).inserted_after)(output)
 
 
+def scales(model: nn.Module) -> dict[str, Tensor]:
+    """The learned scales of CB_S by their names in the state dict."""
+    return {
+        f"{name}.{key}": parameter
+        for name, module in model.named_modules()
+        if isinstance(module, Inserted)
+        for key, parameter in module.named_parameters()
+    }
+
+
 def inserted_at(place: Place) -> Inserted | None:
     """What was inserted at a place, if anything."""
     found = inner(place.owner)._modules.get(_CHILD[place.side])

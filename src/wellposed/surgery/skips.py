@@ -49,6 +49,7 @@ def remove_skips(
     edit          where      block  module                   detail
     remove_skips  attention  0      blocks.0.join_attention
     remove_skips  attention  1      blocks.1.join_attention
+    10 of 12 blocks have no remove_skips at attention: 2-11
     """
     refuse_wrapped(model)
     if which not in get_args(Which):
@@ -71,7 +72,8 @@ def remove_skips(
             for join in block_joins(block.module, block.row):
                 if join.role in roles:
                     join.keep, join.allow_drop_path = False, allow_drop_path
-    return Edits(edit for edit in edits(model) if edit not in before)
+    now = edits(model)
+    return Edits((edit for edit in now if edit not in before), now.blocks)
 
 
 def _refuse_drop_path(chosen: list[Block]) -> None:

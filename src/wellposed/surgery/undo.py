@@ -25,8 +25,9 @@ def edits(model: nn.Module) -> Edits:
     """
     try:
         index_of = {block.name: block.index for block in blocks(model)}
+        count: int | None = len(index_of)
     except UnknownModelError:
-        index_of = {}
+        index_of, count = {}, None
 
     def block_of(name: str) -> int | None:
         while name and name not in index_of:
@@ -43,7 +44,7 @@ def edits(model: nn.Module) -> Edits:
         if isinstance(module, Inserted) and (owner := place_of(name)) is not None:
             block, detail = block_of(owner), str(original(module.op))
             found.append(Edit(module.kind, module.where, block, owner, detail, module.settings))
-    return Edits(found)
+    return Edits(found, count)
 
 
 @uninterrupted()

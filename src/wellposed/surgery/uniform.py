@@ -90,6 +90,7 @@ def uniform_heads(
     edit           where            block  module                 detail
     uniform_heads  attention.query  0      blocks.0.attn.q_norm   ZeroQuery(heads=[0], of=3)
     uniform_heads  attention.query  11     blocks.11.attn.q_norm  ZeroQuery(heads=[0], of=3)
+    10 of 12 blocks have no uniform_heads at attention.query: 1-10
     """
     refuse_wrapped(model)
     wanted = plain_numbers(heads)

@@ -25,8 +25,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from wellposed.calls import GRAY, EditCall, call_arguments, checked_call
 from wellposed.files import parse_toml
-from wellposed.text import indices, nearest
+from wellposed.text import indices
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,25 +35,8 @@ if TYPE_CHECKING:
     from wellposed.surgery import Edit, Edits
     from wellposed.train.recipe import Recipe
 
-GRAY = "gray_tokens"
-ARGUMENTS: dict[str, tuple[str, ...]] = {
-    GRAY: ("eps", "method", "where", "blocks", "target_kappa", "floor", "rescale", "tolerance", "precision"),
-    "broadcast_context": ("where", "scaled", "init", "blocks"),
-    "remove_skips": ("which", "blocks", "allow_drop_path"),
-    "uniform_heads": ("heads", "blocks"),
-}
-"""Of each function what a recipe can give, in the order in which code shows it. As texts, so that a recipe is
-checked without loading torch; the values are checked by the functions, before anything is trained."""
 _SCHEDULE = ("eps_end", "eps_schedule")
 """Of gray_tokens in training: the power at its end, and how it goes there."""
-_BY_PLACE = {GRAY: 2, "broadcast_context": 1, "remove_skips": 1, "uniform_heads": 1}
-"""How many arguments code gives without their names."""
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    GRAY: {"eps": None, "method": "spectral", "where": "embedding"},
-    "broadcast_context": {"where": "mlp.end"},
-    "remove_skips": {"which": "attention"},
-    "uniform_heads": {"heads": 1},
-}
 DEVICE_FLOORS = ("spectral", "condition")
 """Methods of graying whose floor depends on the device, unless it is given."""
 
@@ -73,22 +57,10 @@ def checked(call: Any, name: str = "edits") -> dict[str, Any]:
     """A call of the right form, as a mapping; texts are parsed."""
     if isinstance(call, str):
         return parsed(call)
-    if not isinstance(call, Mapping) or not isinstance(call.get("edit"), str):
-        raise TypeError(f"{name} must be such as {{edit = 'gray_tokens', eps = 0.7}}, got {call!r}.")
-    kind = call["edit"]
-    if kind not in ARGUMENTS:
-        raise ValueError(f"there is no edit {kind!r}{nearest(kind, ARGUMENTS)}")
-    known = (*ARGUMENTS[kind], *(_SCHEDULE if kind == GRAY else ()))
-    for key, value in call.items():
-        if key != "edit" and key not in known:
-            raise ValueError(f"{kind} has no {key!r} that a recipe can give{nearest(key, known)}")
-        is_list = isinstance(value, (list, tuple)) and all(type(each) is int for each in value)
-        if not isinstance(value, (bool, int, float, str)) and not is_list:
-            raise TypeError(f"{kind}'s {key} must be a number, a word or indices, got {value!r}.")
-    if isinstance(call.get("blocks"), str):
-        indices(call["blocks"], f"{kind}'s blocks")
-    _check_schedule(call)
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in call.items()}
+    is_gray = isinstance(call, Mapping) and call.get("edit") == GRAY
+    made = checked_call(call, name, "a recipe", _SCHEDULE if is_gray else ())
+    _check_schedule(made)
+    return made
 
 
 def _check_schedule(call: Mapping[str, Any]) -> None:
@@ -113,47 +85,20 @@ def _value(text: str) -> Any:
 
 
 @dataclass(frozen=True)
-class EditCall:
-    """One call of an edit's function.
+class RecipeCall(EditCall):
+    """A call of a recipe.
 
     Args:
-        kind: the function's name.
-        arguments: those that are given; blocks as indices, None for all.
         eps_end, eps_schedule: of a graying whose power changes during training.
         index: in the recipe's ``edits``; None for a short form.
     """
 
-    kind: str
-    arguments: dict[str, Any]
     eps_end: float | None = None
     eps_schedule: str = "linear"
     index: int | None = None
 
-    def argument(self, name: str) -> Any:
-        """What is given, or the function's default."""
-        return self.arguments.get(name, _DEFAULTS[self.kind].get(name))
 
-    def __call__(self, model: "nn.Module") -> "Edits":
-        from wellposed import surgery
-
-        edits: Edits = getattr(surgery, self.kind)(model, **self.arguments)
-        return edits
-
-    def code(self, eps: float | None = None) -> str:
-        """The call as Python, for a model called ``model``; ``eps`` stands for a power that has changed."""
-        given = _DEFAULTS[self.kind] | self.arguments | ({} if eps is None else {"eps": eps})
-        # Where scales start does not matter: weights that were trained take their place.
-        names = [name for name in ARGUMENTS[self.kind] if name in given and name != "init"]
-        first = [_shown(given[name]) for name in names[: _BY_PLACE[self.kind]]]
-        rest = [f"{name}={_shown(given[name])}" for name in names[_BY_PLACE[self.kind] :]]
-        return f"wp.{self.kind}({', '.join(['model', *first, *rest])})"
-
-
-def _shown(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def calls(recipe: "Recipe", blocks: int | None = None) -> list[EditCall]:
+def calls(recipe: "Recipe", blocks: int | None = None) -> list[RecipeCall]:
     """All edits of a recipe, the short forms first.
 
     Args:
@@ -164,39 +109,35 @@ def calls(recipe: "Recipe", blocks: int | None = None) -> list[EditCall]:
     return [*_short_forms(recipe, blocks), *own]
 
 
-def grayings(recipe: "Recipe") -> list[EditCall]:
+def grayings(recipe: "Recipe") -> list[RecipeCall]:
     """Those that are Token Graying."""
     return [call for call in calls(recipe) if call.kind == GRAY]
 
 
-def _call(index: int, call: Mapping[str, Any], recipe: "Recipe") -> EditCall:
-    arguments = {key: value for key, value in call.items() if key not in ("edit", *_SCHEDULE)}
-    if isinstance(arguments.get("blocks"), str):
-        arguments["blocks"] = indices(arguments["blocks"])
-    if isinstance(arguments.get("blocks"), int):
-        arguments["blocks"] = [arguments["blocks"]]
+def _call(index: int, call: Mapping[str, Any], recipe: "Recipe") -> RecipeCall:
+    arguments = call_arguments(call, without=_SCHEDULE)
     if arguments.get("scaled") and "init" not in arguments:
         arguments["init"] = _scale_init(recipe)
-    return EditCall(call["edit"], arguments, call.get("eps_end"), call.get("eps_schedule", "linear"), index)
+    return RecipeCall(call["edit"], arguments, call.get("eps_end"), call.get("eps_schedule", "linear"), index)
 
 
-def _short_forms(recipe: "Recipe", blocks: int | None) -> Iterator[EditCall]:
+def _short_forms(recipe: "Recipe", blocks: int | None) -> Iterator[RecipeCall]:
     if recipe.graying is not None:
         fixed = {"method": recipe.graying, "where": recipe.gray_where}
         fixed |= _given(target_kappa=recipe.target_kappa, floor=recipe.gray_floor)
         for eps, chosen in _powers(recipe, blocks):
             arguments = fixed | _given(eps=eps, blocks=chosen)
-            yield EditCall(GRAY, arguments, recipe.eps_end, recipe.eps_schedule)
+            yield RecipeCall(GRAY, arguments, recipe.eps_end, recipe.eps_schedule)
     if recipe.broadcast is not None:
         scaled = {"scaled": True, "init": _scale_init(recipe)} if recipe.broadcast == "cb_s" else {}
         where = {"where": recipe.broadcast_where, **scaled}
-        yield EditCall("broadcast_context", where | _given(blocks=_chosen(recipe.broadcast_blocks)))
+        yield RecipeCall("broadcast_context", where | _given(blocks=_chosen(recipe.broadcast_blocks)))
     if recipe.remove_skips is not None:
         which = {"which": recipe.remove_skips}
-        yield EditCall("remove_skips", which | _given(blocks=_chosen(recipe.skip_blocks)))
+        yield RecipeCall("remove_skips", which | _given(blocks=_chosen(recipe.skip_blocks)))
     if recipe.uniform_heads:
         heads = {"heads": recipe.uniform_heads}
-        yield EditCall("uniform_heads", heads | _given(blocks=_chosen(recipe.uniform_blocks)))
+        yield RecipeCall("uniform_heads", heads | _given(blocks=_chosen(recipe.uniform_blocks)))
 
 
 def _powers(recipe: "Recipe", count: int | None) -> list[tuple[float | None, list[int] | None]]:
@@ -256,7 +197,7 @@ def _most_blocks(grayed: Iterable["Edit"]) -> int:
     return len({edit.block for edit in grayed if edit.block is not None})
 
 
-def _eps_of(call: EditCall, grayed: Iterable["Edit"]) -> float | None:
+def _eps_of(call: RecipeCall, grayed: Iterable["Edit"]) -> float | None:
     """The power that the grayings of a call have, None where they have none."""
     if call.argument("method") == "condition" or call.argument("target_kappa") is not None:
         return None

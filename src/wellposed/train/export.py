@@ -345,7 +345,7 @@ def _config_text(exported: Exported, sha256: str) -> str:
         "accuracy": plain(exported.accuracy),
         "update": exported.update,
         "sha256": sha256,
-        "edits": [dataclasses.asdict(edit) for edit in exported.edits],
+        **Edits(exported.edits).to_dict(),
         "environment": plain(exported.environment),
     }
     try:

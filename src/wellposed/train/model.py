@@ -19,22 +19,15 @@ from torch import Tensor, nn
 
 import wellposed.surgery as surgery
 from wellposed.anatomy.model import refuse_wrapped
-from wellposed.models import (
-    build,
-    describe_weights,
-    few,
-    from_file,
-    misfits,
-    read_weights,
-    say_weights,
-    timm_architecture,
-)
+from wellposed.models import build, describe_weights, say_weights, timm_architecture
 from wellposed.nn import TokenGraying
+from wellposed.saving import lacks
 from wellposed.surgery import Edits
-from wellposed.surgery.insertion import Inserted
+from wellposed.surgery.insertion import scales
 from wellposed.train.edits import apply_edits
 from wellposed.train.recipe import Recipe
 from wellposed.train.tasks import classifiers
+from wellposed.weights import few, from_file, misfits, read_weights
 
 _IN_A_RUN = ("best/model.safetensors", "last/model.safetensors", "model.safetensors")
 _NORMS = ("norm", "fc_norm")
@@ -82,6 +75,7 @@ def start_from(model: nn.Module, source: str | Path) -> list[str]:
         f"{words[:1].upper()}{words[1:]}: {len(plan.load)} of {len(own)} tensors.",
         *resampled,
         *plan.told,
+        *([f"{lacking}."] if (lacking := lacks(model, path)) else []),
     ]
 
 
@@ -132,10 +126,9 @@ def _set_aside(model: nn.Module, there: dict[str, Tensor], needed: dict[str, Ten
             [_POOLING], f"{_POOLING} starts fresh." if starts else f"The file's {_POOLING} is left out."
         )
 
-    inserted = [name for name, module in model.named_modules() if isinstance(module, Inserted)]
-    scales = [key for key in _under(needed, inserted) if key not in there]
-    if scales:
-        set_aside(scales, f"{len(scales)} CB_S scales start fresh: the file does not hold them.")
+    fresh_scales = [key for key in scales(model) if key not in there]
+    if fresh_scales:
+        set_aside(fresh_scales, f"{len(fresh_scales)} CB_S scales start fresh: the file does not hold them.")
     return told
 
 

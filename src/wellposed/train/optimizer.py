@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from wellposed.nn import TokenGraying
 from wellposed.text import nearest
 from wellposed.train.distributed import several
-from wellposed.train.edits import EditCall
+from wellposed.train.edits import RecipeCall
 from wellposed.train.recipe import Recipe
 
 SCHEDULES = ("cosine", "tanh", "poly", "step", "multistep")
@@ -123,7 +123,7 @@ class EpsSchedule:
 
     def __init__(self, models: Iterable[nn.Module], updates: int) -> None:
         self.updates = updates
-        self.powers: list[tuple[Tensor, EditCall]] = []
+        self.powers: list[tuple[Tensor, RecipeCall]] = []
         for model in models:
             device = next(parameter.device for parameter in model.parameters())
             for graying in model.modules():

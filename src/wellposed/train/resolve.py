@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from wellposed import anatomy
+from wellposed.calls import GRAY
 from wellposed.environment import without_secrets
 from wellposed.errors import UnknownModelError
 from wellposed.linalg import spectral_plan
@@ -36,7 +37,7 @@ from wellposed.train.distributed import (
     started_processes,
     world,
 )
-from wellposed.train.edits import DEVICE_FLOORS, GRAY
+from wellposed.train.edits import DEVICE_FLOORS
 from wellposed.train.mae import check_mae
 from wellposed.train.model import Built, build_model, weights_file, with_gray_floor
 from wellposed.train.recipe import Recipe
