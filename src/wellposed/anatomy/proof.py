@@ -30,6 +30,7 @@ from wellposed.anatomy.find_embedding import find_embeddings
 from wellposed.anatomy.flow import Flow
 from wellposed.anatomy.marked import set_class
 from wellposed.anatomy.packed_query import PackedQueryAttention
+from wellposed.anatomy.read_weights import child_name, edited_weights
 from wellposed.anatomy.rows import Add, BlockRow, EmbeddingRow, Position, Site, Tap
 from wellposed.anatomy.seam import block_joins, close_seam, is_seamed, join_name, joins, open_seam
 from wellposed.anatomy.source import wrapped_functions
@@ -283,7 +284,7 @@ def as_built(model: nn.Module) -> Iterator[None]:
     edited = [
         (module, type(module), dict(module._modules))
         for module in model.modules()
-        if is_seamed(module) or any(name in module._modules for name in INSERTED)
+        if is_seamed(module) or edited_weights(module) or any(name in module._modules for name in INSERTED)
     ]
     try:
         for module, _, children in edited:
@@ -292,6 +293,8 @@ def as_built(model: nn.Module) -> Iterator[None]:
             for name in INSERTED:
                 if name in children:
                     module._modules[name] = nn.Identity()
+            for name in edited_weights(module):
+                del module._modules[child_name(name)]
             set_class(module, own_class(module))
         yield
     finally:
@@ -306,6 +309,7 @@ def own_class(module: nn.Module) -> Any:
     for cls in type(module).__mro__:
         if not issubclass(cls, FSDPModule | PackedQueryAttention) and not _is_parametrized(module, cls):
             cls = vars(cls).get("_unmarked", cls)
+            cls = vars(cls).get("_edited_of", cls)
             return getattr(cls, "_seam_of", cls)
     return type(module)
 
@@ -337,8 +341,11 @@ def _has_tensors(module: nn.Module) -> bool:
 def block_signature(block: nn.Module) -> str:
     """Of a block's structure: the classes in it with their sources, and the settings that lead their way."""
     parts: list[Any] = []
+    edits = {
+        id(module._modules[child_name(name)]) for module in block.modules() for name in edited_weights(module)
+    }
     for path, module in block.named_modules():
-        if any(name in path for name in INSERTED) or ".join_" in f".{path}":
+        if any(name in path for name in INSERTED) or ".join_" in f".{path}" or id(module) in edits:
             continue
         if not _has_tensors(module) and not any(True for _ in module.children()):
             parts.append(path)  # an activation, a dropout: which one does not matter

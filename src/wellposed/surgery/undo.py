@@ -13,6 +13,7 @@ from wellposed.interrupts import uninterrupted
 from wellposed.surgery.insertion import Inserted, take_out
 from wellposed.surgery.padding import forget_padding
 from wellposed.surgery.record import Edit, Edits
+from wellposed.surgery.weights import WeightEdit, take_off
 from wellposed.surgery.wrappers import place_of
 
 
@@ -44,6 +45,10 @@ def edits(model: nn.Module) -> Edits:
         if isinstance(module, Inserted) and (owner := place_of(name)) is not None:
             block, detail = block_of(owner), str(original(module.op))
             found.append(Edit(module.kind, module.where, block, owner, detail, module.settings))
+        if isinstance(module, WeightEdit) and (owner := place_of(name)) is not None:
+            found.append(
+                Edit(module.kind, module.where, block_of(owner), owner, str(module), module.settings)
+            )
     return Edits(found, count)
 
 
@@ -57,6 +62,7 @@ def restore(model: nn.Module) -> Edits:
     undone = edits(model)
     for module in list(model.modules()):
         take_out(module)
+        take_off(module)
         forget_padding(module)
         close_seam(module)
     return undone

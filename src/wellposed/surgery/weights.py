@@ -1,0 +1,123 @@
+"""Weights that a layer uses through an operation: the layer reads ``W``, its edit gives it ``f(W)``.
+
+The parameter itself stays where it is, under its name, and is what is trained and saved; only what the layer
+reads changes (see :mod:`wellposed.anatomy.read_weights`). :func:`fold` writes ``f(W)`` into the parameter.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.anatomy.adapters import inner
+from wellposed.anatomy.model import refuse_wrapped
+from wellposed.anatomy.read_weights import child_name, edited_weights, read_plainly, read_through
+from wellposed.errors import NoMeaningError, SeamError
+from wellposed.interrupts import uninterrupted
+from wellposed.surgery.record import Edits, Setting
+
+
+class WeightEdit(nn.Module):
+    """An operation on a weight; a child of the layer that has it, so that it moves and is saved with that."""
+
+    kind: str
+    where: str
+
+    def forward(self, weight: Tensor) -> Tensor:
+        raise TypeError(f"{type(self).__name__} does not say what becomes of a weight; define its forward.")
+
+    @property
+    def settings(self) -> Mapping[str, Setting]:
+        """The arguments of the edit."""
+        return {}
+
+
+def weight_edits(layer: nn.Module) -> dict[str, WeightEdit]:
+    """The edits of a layer's weights by the parameter's name."""
+    return {name: cast(WeightEdit, getattr(layer, child_name(name))) for name in edited_weights(layer)}
+
+
+@uninterrupted()
+def edit_weights(model: nn.Module, wanted: Iterable[tuple[str, nn.Module, str, WeightEdit]]) -> Edits:
+    """Edit weights: all of them or, where one has an edit already, none.
+
+    Args:
+        model: whose weights.
+        wanted: name of the layer, the layer, the name of its parameter, the operation.
+    """
+    from wellposed.surgery.undo import edits  # it lists the edits that are made here
+
+    wanted = list(wanted)
+    for name, layer, parameter, _ in wanted:
+        if present := weight_edits(inner(layer)).get(parameter):
+            raise ValueError(
+                f"the {parameter} of {name} already has {present}; one edit of a weight at a time, "
+                "wp.fold(model) writes it into the weight, wp.restore(model) undoes all edits."
+            )
+        if "forward" in vars(layer):
+            raise SeamError(
+                f"{name} ({type(layer).__name__}) has a forward of its own on the instance, which would hide "
+                "the edit; edit the model before that."
+            )
+        if not isinstance(inner(layer)._parameters.get(parameter), Tensor):
+            raise ValueError(
+                f"expected a plain parameter {parameter} in {name} ({type(layer).__name__}), which is "
+                "parametrized or quantised; edit the model before that."
+            )
+    before = set(edits(model))
+    for _, layer, parameter, operation in wanted:
+        owner = inner(layer)
+        owner.add_module(child_name(parameter), operation.train(owner.training))
+        read_through(owner, parameter)
+    return Edits(edit for edit in edits(model) if edit not in before)
+
+
+def take_off(layer: nn.Module) -> None:
+    """Undo the edits of a layer's weights, if it has any."""
+    names = edited_weights(layer)
+    read_plainly(layer)
+    for name in names:
+        delattr(layer, child_name(name))
+
+
+@uninterrupted()
+def fold(model: nn.Module) -> Edits:
+    """Write edits of weights into the weights: an equal model without them, for export or for other tools.
+
+    Operations that mix tokens (graying, Context Broadcasting), removed skips and uniform heads are no
+    function of the weights alone, and stay. A model that has nothing to fold raises.
+
+    Returns:
+        What was folded.
+
+    >>> import timm, wellposed as wp
+    >>> model = timm.create_model("vit_tiny_patch16_224")
+    >>> _ = wp.condition_weights(model, strength=1.0)
+    >>> len(wp.fold(model)), len(wp.edits(model))
+    (12, 0)
+    """
+    from wellposed.surgery.undo import edits
+
+    refuse_wrapped(model)
+    before = edits(model)
+    edited = [module for module in model.modules() if weight_edits(module)]
+    if not edited:
+        kinds = ", ".join(dict.fromkeys(edit.kind for edit in before)) or "no edits"
+        raise NoMeaningError(
+            f"expected edits of weights (condition_weights, normalise_spectrum), got {kinds}: what mixes "
+            "tokens or removes a skip cannot be written into the weights."
+        )
+    for layer in edited:
+        values = {}
+        for name, operation in weight_edits(layer).items():
+            was_training = operation.training
+            with torch.no_grad():
+                values[name] = operation.eval()(layer._parameters[name]).clone()
+            operation.train(was_training)
+        take_off(layer)
+        for name, value in values.items():
+            with torch.no_grad():
+                cast(Tensor, layer._parameters[name]).copy_(value)
+    left = set(edits(model))
+    return Edits(edit for edit in before if edit not in left)
