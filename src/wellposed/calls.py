@@ -26,18 +26,35 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "broadcast_context": ("where", "scaled", "init", "blocks"),
     "remove_skips": ("which", "blocks", "allow_drop_path"),
     "uniform_heads": ("heads", "blocks"),
+    "condition_weights": ("which", "strength", "blocks"),
+    "normalise_spectrum": ("which", "init", "blocks"),
 }
 """Of each function what a call can give, in the order in which code shows it. As texts, so that a call is
 checked without loading torch; the values are checked by the functions."""
-PLACED_BY = {GRAY: "where", "broadcast_context": "where", "remove_skips": "which"}
+PLACED_BY = {
+    GRAY: "where",
+    "broadcast_context": "where",
+    "remove_skips": "which",
+    "condition_weights": "which",
+    "normalise_spectrum": "which",
+}
 """The argument that says where in a model or block; uniform heads have one place alone."""
-_BY_PLACE = {GRAY: 2, "broadcast_context": 1, "remove_skips": 1, "uniform_heads": 1}
+_BY_PLACE = {
+    GRAY: 2,
+    "broadcast_context": 1,
+    "remove_skips": 1,
+    "uniform_heads": 1,
+    "condition_weights": 1,
+    "normalise_spectrum": 1,
+}
 """How many arguments code gives without their names."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     GRAY: {"eps": None, "method": "spectral", "where": "embedding"},
     "broadcast_context": {"where": "mlp.end"},
     "remove_skips": {"which": "attention"},
     "uniform_heads": {"heads": 1},
+    "condition_weights": {"which": "qkv"},
+    "normalise_spectrum": {"which": "all"},
 }
 
 

@@ -202,12 +202,13 @@ def _load_scales(model: nn.Module, place: Path) -> None:
     own = scales(model)
     if not own:
         return
-    held = {name: value for name, value in _weights_in(place).items() if ".inserted_" in name}
+    marks = (".inserted_", "_edit.")  # of the modules that edits put in
+    held = {name: value for name, value in _weights_in(place).items() if any(mark in name for mark in marks)}
     if held.keys() != own.keys() and is_of(model, "transformers"):
         held = {name: value for name, value in renamed(model, held).items() if name in own}
     if wrong := misfits(own, held):
         raise ValueError(
-            f"the scales of CB_S in {place} do not fit {type(model).__name__}: {'; '.join(wrong)}."
+            f"the tensors of edits (scales of CB_S among them) in {place} do not fit {type(model).__name__}: {'; '.join(wrong)}."
         )
     with torch.no_grad():
         for name, scale in own.items():

@@ -225,6 +225,25 @@ def test_both_edits_of_a_layer_and_others_around_it() -> None:
     assert torch.equal(*outputs)
 
 
+@each_edit
+def test_saved_and_made_again(edit, tmp_path) -> None:
+    model, x = vit(), BY_NAME["timm vit"].input(dtype=torch.float64)
+    edit(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    torch.save(model.state_dict(), tmp_path / "mine.pth")
+    wp.save_edits(model, tmp_path / "mine.pth")
+    other = vit()
+    plain = set(other.state_dict())
+    wp.apply(other, tmp_path / "mine.pth")
+    other.load_state_dict(
+        {name: value for name, value in model.state_dict().items() if name in plain}, strict=False
+    )
+    assert torch.equal(other(x), model(x))
+    assert wp.edits(other) == wp.edits(model)
+
+
 def test_one_edit_of_a_weight_at_a_time() -> None:
     model = vit()
     wp.condition_weights(model)

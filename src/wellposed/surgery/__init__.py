@@ -3,7 +3,7 @@
 from wellposed.surgery.broadcast import broadcast_context
 from wellposed.surgery.condition import condition_weights
 from wellposed.surgery.gray import gray_tokens
-from wellposed.surgery.initialise import initialise
+from wellposed.surgery.initialisation import initialise
 from wellposed.surgery.normalise import normalise_spectrum
 from wellposed.surgery.record import Edit, Edits
 from wellposed.surgery.skips import remove_skips

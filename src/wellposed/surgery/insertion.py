@@ -19,6 +19,7 @@ from wellposed.anatomy.packed_query import close_packed_query, open_packed_query
 from wellposed.anatomy.rows import Layout
 from wellposed.nn import ContextBroadcast
 from wellposed.surgery.record import Setting
+from wellposed.surgery.weights import WeightEdit
 from wellposed.surgery.wrappers import follow_wrappers
 
 _COMPILED = (
@@ -112,12 +113,12 @@ def run_after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def scales(model: nn.Module) -> dict[str, Tensor]:
-    """The learned scales of CB_S by their names in the state dict."""
+    """What edits keep in the state dict, by name: the scales of CB_S, the tensors of weight edits."""
     return {
-        f"{name}.{key}": parameter
+        f"{name}.{key}": tensor
         for name, module in model.named_modules()
-        if isinstance(module, Inserted)
-        for key, parameter in module.named_parameters()
+        if isinstance(module, Inserted | WeightEdit)
+        for key, tensor in module.state_dict(keep_vars=True).items()
     }
 
 
