@@ -4,7 +4,7 @@ import torch
 
 from study_records import draws, kept, records
 from wellposed.study.measured import density
-from wellposed.study.measured.softmax_rows import attention_rows, rank_correlation
+from studies.density.softmax_rows import attention_rows, rank_correlation
 from wellposed.train.runs import open_run
 
 

@@ -14,7 +14,7 @@ from wellposed.study.compare import Claim, difference, spread, verdict
 from wellposed.study.figures import Canvas
 from wellposed.study.measured.entropy_per_head import IMAGES, entropy_per_head
 from wellposed.study.measured.settings import plain_vit
-from wellposed.study.measured.softmax_rows import NORMS, attention_rows
+from studies.density.softmax_rows import NORMS, attention_rows
 from wellposed.study.plan import Cell, RunRecord, Scale, Study, StudyRecords, StudyReport
 from wellposed.train.runs import open_run
 
