@@ -2,9 +2,9 @@
 
 import torch
 
+from studies.density.softmax_rows import attention_rows, rank_correlation
 from study_records import draws, kept, records
 from wellposed.study.measured import density
-from studies.density.softmax_rows import attention_rows, rank_correlation
 from wellposed.train.runs import open_run
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from studies.density.softmax_rows import NORMS, attention_rows
 from wellposed.study.compare import Claim, difference, spread, verdict
 from wellposed.study.figures import Canvas
 from wellposed.study.measured.entropy_per_head import IMAGES, entropy_per_head
 from wellposed.study.measured.settings import plain_vit
-from studies.density.softmax_rows import NORMS, attention_rows
 from wellposed.study.plan import Cell, RunRecord, Scale, Study, StudyRecords, StudyReport
 from wellposed.train.runs import open_run
 
