@@ -208,7 +208,8 @@ def _load_scales(model: nn.Module, place: Path) -> None:
         held = {name: value for name, value in renamed(model, held).items() if name in own}
     if wrong := misfits(own, held):
         raise ValueError(
-            f"the tensors of edits (scales of CB_S among them) in {place} do not fit {type(model).__name__}: {'; '.join(wrong)}."
+            f"the tensors of edits (scales of CB_S among them) in {place} do not fit {type(model).__name__}: "
+            f"{'; '.join(wrong)}."
         )
     with torch.no_grad():
         for name, scale in own.items():
