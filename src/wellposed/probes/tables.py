@@ -12,7 +12,19 @@ from wellposed.linalg.bounds import VERDICTS
 from wellposed.records import Record, short
 from wellposed.text import aligned
 
-_IN_BLOCK_TABLE = ("kappa", "entropy")
+_OF_TOKENS = {"outlier tokens": "outliers", "mean share": "mean share"}
+"""Measures of tokens in the table of blocks, at the blocks' outputs, and the titles of their columns."""
+_IN_GRIDS = {
+    "token norm": "norm of the tokens, median over them",
+    "outlier tokens": "the longest token over the median one",
+    "norm kurtosis": "kurtosis of the tokens' norms, 3 for a normal law",
+    "mean share": "of the tokens' square norm, that of their mean",
+    "weight kappa": "condition number of the weights",
+    "weight stable rank": "of the weights, square Frobenius norm over square spectral norm",
+    "gradient norm": "of the output in a fixed direction, by the block's parameters",
+}
+"""Measures with a table of their own, blocks by positions, and what it says under it."""
+_IN_BLOCK_TABLE = ("kappa", "entropy", *_IN_GRIDS)
 _NOT_SHOWN = (
     "rank deficient",
     "effective rank",
@@ -26,6 +38,7 @@ _NOT_SHOWN = (
     "ntk trace",
 )
 MOST_PAIRS = 40
+_BLOCK = ("block", "module")
 
 
 @dataclass(frozen=True)
@@ -44,22 +57,55 @@ def block_table(records: Sequence[Record]) -> Table:
     entropies = {r.block: r for r in records if r.measure == "entropy" and r.head is None}
     positions = _shown_positions(kappas)
     names = {r.block: r.module for r in (*kappas.values(), *entropies.values())}
+    last = {r.block: r.position for r in records if r.position.endswith(".sum")}
+    tokens = {(r.measure, r.block): r for r in records if r.position == last.get(r.block)} if kappas else {}
+    shown = {title: measure for measure, title in _OF_TOKENS.items() if any(measure in key for key in tokens)}
     worst_first = sorted(names, key=lambda block: _badness(block, kappas), reverse=True)
     rows, heat = [], []
     for block in worst_first:
         cells = [kappas.get((block, position)) for position in positions]
         density = [_four_digits(entropies.get(block))] if entropies else []
-        rows.append((str(block), names[block], *("-" if r is None else r.text() for r in cells), *density))
-        heat.append((None, None, *(None if r is None else _heat(r) for r in cells), *(None for _ in density)))
-    titles = ("block", "module", *(f"kappa {position}" for position in positions))
-    titles += ("entropy",) if entropies else ()
+        more = density + [_text(tokens.get((measure, block))) for measure in shown.values()]
+        rows.append((str(block), names[block], *map(_text, cells), *more))
+        heat.append((None, None, *(None if r is None else _heat(r) for r in cells), *(None for _ in more)))
+    titles = (*_BLOCK, *(f"kappa {position}" for position in positions))
+    titles += (*(("entropy",) if entropies else ()), *shown)
     said = []
     if kappas:
         said.append("kappa: condition number of the token matrix, median over the images")
     if entropies:
         said.append("entropy: of the attention rows, 1 is uniform")
+    if shown:
+        said.append(
+            "at the block's output, outliers: the longest token over the median one, mean share: of the"
+        )
+        said[-1] += " tokens' square norm, that of their mean"
     said.append("the worst block first")
     return Table("; ".join(said), titles, tuple(rows), tuple(heat))
+
+
+def grid_tables(records: Sequence[Record]) -> list[Table]:
+    """For each measure of tokens, weights and gradients, blocks by positions.
+
+    Those of tokens are not shown where the table of blocks has them.
+    """
+    has_kappa = any(record.measure == "kappa" for record in records)
+    in_blocks = ("token norm", "norm kurtosis", *_OF_TOKENS) if has_kappa else ()
+    tables = []
+    for measure, words in _IN_GRIDS.items():
+        found = {(r.block, r.position): r for r in records if r.measure == measure}
+        if not found or measure in in_blocks:
+            continue
+        positions = list(dict.fromkeys(position for _, position in found))
+        names = {r.block: r.module for r in found.values()}
+        rows = [
+            (str(block), name, *(_text(found.get((block, position))) for position in positions))
+            for block, name in names.items()
+        ]
+        titles = (*_BLOCK, *(position or measure for position in positions))
+        heat = tuple((None,) * len(titles) for _ in rows)
+        tables.append(Table(f"{measure}: {words}", titles, tuple(rows), heat))
+    return tables
 
 
 def rest_table(records: Sequence[Record]) -> Table:
@@ -136,8 +182,11 @@ def without_repeats(pairs: Sequence[Pair]) -> list[Pair]:
 def as_text(table: Table) -> str:
     if not table.rows:
         return ""
+    first = len(_BLOCK) if table.titles[: len(_BLOCK)] == _BLOCK else None
     numbers = tuple(
-        i for i, title in enumerate(table.titles) if title.startswith(("kappa", "entropy", "value"))
+        i
+        for i, title in enumerate(table.titles)
+        if (i >= first if first else title.startswith(("kappa", "entropy", "value")))
     )
     text = aligned([table.titles, *table.rows], right=numbers)
     return f"{text}\n{table.caption}" if table.caption else text
@@ -182,6 +231,10 @@ def _heat(record: Record) -> float | None:
     if "kappa" not in record.measure or record.value is None:
         return None
     return min(max(math.log(record.value) / math.log(KAPPA_LIMIT), 0.0), 1.0) if record.value > 0 else None
+
+
+def _text(record: Record | None) -> str:
+    return "-" if record is None else record.text()
 
 
 def _four_digits(record: Record | None) -> str:
