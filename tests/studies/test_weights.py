@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import short_runs
-from study_records import kept
+from studies.density.study import density_of_run
+from studies.measures import conditioning_and_density
+from studies.skip_ablation.study import POSITIONS
+from study_material import kept
 from wellposed.nn import TokenGraying
-from wellposed.study.measured.entropy_per_head import entropy_per_head
-from wellposed.study.trained.after import conditioning_and_density
-from wellposed.study.trained.skip_ablation import POSITIONS
 from wellposed.train.runs import open_run
 
 TEST_IMAGES = 400
@@ -63,7 +63,7 @@ def test_test_images_are_spread_over_the_set(run):
     assert len(open_run(run, 10_000).images) == TEST_IMAGES
 
 
-def test_what_is_not_there_is_told(run, tmp_path):
+def test_what_is_missing_is_reported(run, tmp_path):
     with pytest.raises(FileNotFoundError, match="expected the folder of a run"):
         open_run(tmp_path)
     (tmp_path / "best").mkdir()
@@ -75,13 +75,13 @@ def test_what_is_not_there_is_told(run, tmp_path):
 
 def test_a_masked_autoencoder_is_measured_at_its_end_alone(tmp_path):
     short_runs.run(tmp_path / "mae", task="mae", epochs=1, decoder_depth=1)
-    assert conditioning_and_density(tmp_path / "mae", tmp_path)
+    assert conditioning_and_density(tmp_path / "mae")
     with pytest.raises(ValueError, match="expected a run that classifies"):
         open_run(tmp_path / "mae", 2).through_training()
 
 
 def test_kappa_at_the_four_positions_of_every_block(run):
-    rows = [row for row in kept(conditioning_and_density(run, run)) if row["measure"] == "kappa"]
+    rows = [row for row in kept(conditioning_and_density(run)) if row["measure"] == "kappa"]
     assert {(row["block"], row["position"]) for row in rows} >= {(b, p) for b in (0, 1) for p in POSITIONS}
     assert all(row["value"] >= 1 for row in rows)
 
@@ -94,7 +94,7 @@ def test_kappa_is_that_of_the_token_matrices(run):
     with torch.inference_mode():
         model(trained.images)
     expected = np.median([np.linalg.cond(tokens) for tokens in seen[0].numpy()])
-    rows = conditioning_and_density(run, run)
+    rows = conditioning_and_density(run)
     (found,) = [
         row["value"]
         for row in rows
@@ -104,7 +104,7 @@ def test_kappa_is_that_of_the_token_matrices(run):
 
 
 def test_entropy_of_each_head_before_and_after(edited):
-    rows = kept(entropy_per_head(edited, images=3))
+    rows = kept(density_of_run(edited))
     heads = {
         (row["weights"], row["block"], row["head"])
         for row in rows

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from study_records import draws, kept, records
-from wellposed.study.measured import jacobian_spectrum
+from studies.jacobian_spectrum import study as jacobian_spectrum
+from study_material import draws, kept, records, verdicts
+from wellposed.stats import Verdict
 
 
 def test_spectra_of_a_plain_run_under_both_grayings(run, monkeypatch, tmp_path):
@@ -30,27 +31,34 @@ def test_the_spectrum_of_a_run_trained_with_graying_is_as_trained(edited, monkey
     assert (row["method"], row["where"]) == ("dct", "as trained")
 
 
-@pytest.mark.parametrize(("middle", "expected"), [(0.2, "reproduced"), (0.1, "no difference"), (0.01, "not")])
+@pytest.mark.parametrize(
+    ("middle", "expected"),
+    [(0.2, Verdict.SUPPORTED), (0.1, Verdict.UNDECIDED), (0.01, Verdict.CONTRADICTED)],
+)
 def test_a_flatter_spectrum_has_a_higher_middle(middle, expected):
     def row(method: str, where: str, eps: float, value: float) -> dict[str, Any]:
-        told = {"measure": "jacobian spectrum", "method": method, "where": where, "eps": eps}
-        return told | {"sigma_max": 1.0, "relative": [1.0, value, 1e-3], "points": 3}
+        about = {"measure": "jacobian spectrum", "method": method, "where": where, "eps": eps}
+        return about | {"sigma_max": 1.0, "relative": [1.0, value, 1e-3], "points": 3}
 
-    rows = [
-        row(method, where, eps, value)
-        for method in ("svd", "dct")
-        for where in ("blocks", "embedding")
-        for eps, value in ((1.0, 0.1), (0.5, middle))
-    ]
-    assert jacobian_spectrum.report(records({("plain", 0): rows})).verdict == expected
+    def rows(seed: int) -> list[dict[str, Any]]:
+        # Seeds differ by 2%, in the same way for no claim: an interval needs a spread.
+        return [
+            row(method, where, eps, value * (1 + 0.02 * ((seed + 1) % 3 if eps < 1 else seed)))
+            for method in ("svd", "dct")
+            for where in ("blocks", "embedding")
+            for eps, value in ((1.0, 0.1), (0.5, middle))
+        ]
+
+    report = jacobian_spectrum.report(records({("plain", seed): rows(seed) for seed in range(3)}))
+    assert verdicts(report) == [expected] * 4
 
 
-def test_without_the_whole_matrix_only_the_upper_tenth_is_told(run, monkeypatch):
+def test_without_the_whole_matrix_only_the_upper_tenth_is_reported(run, monkeypatch):
     small = {"DENSE": 10, "EPS": (1.0, 0.5), "IMAGES": 1, "METHODS": ("svd",)}
     for name, value in small.items():
         monkeypatch.setattr(jacobian_spectrum, name, value)
     rows = jacobian_spectrum.spectra_of_run(run)
     assert {len(row["relative"]) for row in rows} == {5}
     report = jacobian_spectrum.report(records({("plain", 0): rows}))
-    assert "at 10% of the spectrum" in report.reason
+    assert all("ln of the value at 10% over the largest" in claim.contrast for claim in report.claims)
     assert all(row["ln relative at 50%"] is None for row in report.tables["table"])

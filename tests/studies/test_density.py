@@ -2,9 +2,9 @@
 
 import torch
 
+from studies.density import study as density
 from studies.density.softmax_rows import attention_rows, rank_correlation
-from study_records import draws, kept, records
-from wellposed.study.measured import density
+from study_material import draws, kept, records
 from wellposed.train.runs import open_run
 
 
@@ -14,8 +14,8 @@ def test_density_of_a_run(run, tmp_path):
     table = report.tables["table"]
     assert [row["block"] for row in table] == [0, 1]
     assert all(row["lowest head"] <= row["entropy"] <= row["highest head"] for row in table)
-    assert "mean entropy" in report.reason
-    assert any("at the start to" in note for note in report.notes)
+    assert any("mean over the heads" in claim.contrast for claim in report.claims)
+    assert any("training takes the mean entropy" in note for note in report.notes)
     draws(report, tmp_path)
 
 
