@@ -1,24 +1,23 @@
-"""Values of a recipe's fields: do they fit the field's type, and if not, what was expected?
+r"""All that decides a training run, as one typed value, and its file.
 
->>> fitting("lr", 1, float), fitting("graying", "none", Literal["svd", "dct"] | None)
-(1.0, None)
->>> fitting("epochs", "ten", int)
-Traceback (most recent call last):
-TypeError: epochs must be a whole number, got 'ten'.
-
-What a recipe's values must keep to: each field's range, and fields that need or exclude one another.
-
-All that decides a training run, as one typed value.
-
-Every field has a default, can stand in a TOML or YAML file, and is a flag of ``wellposed train``. A field
-that is None is filled in from the data and the model when the run starts; the run's folder holds the recipe
-with all of them filled in.
+Every field has a default, can stand in a TOML file, and is a flag of ``wellposed train``. A field that is
+None is filled in from the data and the model when the run starts; the run's folder holds the recipe with all
+of them filled in.
 
 >>> Recipe(data="cifar10:DIR", model="vit_tiny_patch16_224", graying="dct").eps is None
 True
 >>> Recipe(graying="dtc")
 Traceback (most recent call last):
 ValueError: graying must be one of svd, dct, spectral, condition, got 'dtc'; did you mean 'dct'?
+>>> import tempfile
+>>> path = Path(tempfile.mkdtemp()) / "mine.toml"
+>>> write_recipe(Recipe(epochs=3), path)
+>>> combine(read_recipe(path), {"lr": 1e-4}).epochs
+3
+>>> _ = path.write_text("epoch = 3")
+>>> read_recipe(path)
+Traceback (most recent call last):
+ValueError: ...mine.toml has an unknown field 'epoch'; did you mean 'epochs'?
 """
 
 import dataclasses
@@ -26,210 +25,19 @@ import functools
 import math
 import numbers
 import os
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from wellposed.files import parse_toml, read_bytes, write_text
 from wellposed.text import indices, nearest
 from wellposed.train import edits
 
 NONE = "none"
 """Stands for None where a field may be None, since TOML has no such value, and for an empty list."""
-
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-
-
-def kind_of(hint: Any) -> tuple[Any, bool]:
-    """A field's type without its None, and whether it may be None.
-
-    >>> kind_of(int | None), kind_of(str)
-    ((<class 'int'>, True), (<class 'str'>, False))
-    """
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    (kind,) = (option for option in options if option is not types.NoneType)
-    return kind, types.NoneType in options
-
-
-def fitting(name: str, value: Any, hint: Any) -> Any:
-    """The value as the field's type has it, or an error that says what was expected."""
-    kind, may_be_none = kind_of(hint)
-    if may_be_none and (value is None or _is_none_word(value)):
-        return None
-    origin = get_origin(kind)
-    if origin is Literal:
-        return _choice(name, value, get_args(kind))
-    if origin is tuple:
-        return _tuple(name, value, get_args(kind)[0])
-    if origin is dict:
-        return _options(name, value)
-    if kind is str and isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    number = {int: numbers.Integral, float: numbers.Real}.get(kind)
-    if number is not None and isinstance(value, number) and not isinstance(value, bool):
-        return kind(value)
-    if type(value) is not kind:
-        raise TypeError(f"{name} must be {_WORDS[kind]}, got {value!r}.")
-    return value
-
-
-def _is_none_word(value: Any) -> bool:
-    return isinstance(value, str) and value == NONE
-
-
-def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    if value in choices:
-        return value
-    listed = ", ".join(map(str, choices))
-    raise ValueError(f"{name} must be one of {listed}, got {value!r}{nearest(value, choices)}")
-
-
-def _tuple(name: str, value: Any, item: Any) -> tuple[Any, ...]:
-    if _is_none_word(value):
-        return ()
-    if isinstance(value, (list, tuple)):
-        return tuple(fitting(f"{name}[{index}]", each, item) for index, each in enumerate(value))
-    raise TypeError(f"{name} must be a list, got {value!r}.")
-
-
-def _options(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a table of options, got {value!r}.")
-    for key in value:
-        if not isinstance(key, str):
-            raise TypeError(f"{name} must have texts for keys, got {key!r}.")
-    return {key: _plain(f"{name}.{key}", each) for key, each in value.items()}
-
-
-def _plain(name: str, value: Any) -> Any:
-    """What a file can hold, so that a saved recipe is the recipe."""
-    if isinstance(value, Mapping):
-        return _options(name, value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(f"{name}[{index}]", each) for index, each in enumerate(value)]
-    if type(value) in _WORDS:
-        return value
-    raise TypeError(f"{name} must be a text, a number, true, false, a list or a table, got {value!r}.")
-
-
-# fmt: off
-_RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
-    ("at least 1", lambda value: value >= 1, (
-        "epochs", "batch_size", "accumulate", "eval_every", "log_every", "checkpoint_every", "keep",
-        "limit", "image_size", "patch_size", "decoder_depth", "decoder_width", "target_kappa")),
-    ("at least 0", lambda value: value >= 0, (
-        "workers", "monitor_every", "collapse_patience", "warmup_epochs", "min_lr", "weight_decay",
-        "crop_padding", "mixup", "cutmix", "uniform_heads")),
-    ("at least 0 and below 2**63", lambda value: 0 <= value < 2**63, ("seed",)),
-    ("in [0, 1]", lambda value: 0 <= value <= 1, (
-        "flip", "erase", "smoothing", "drop_path", "color_jitter", "ema", "mix_probability")),
-    ("in (0, 1]", lambda value: 0 < value <= 1, (
-        "eps", "eps_end", "eps_per_block", "gray_floor", "crop_scale", "layer_decay")),
-    ("in (0, 1)", lambda value: 0 < value < 1, ("holdout", "mask_ratio")),
-    ("positive", lambda value: value > 0, ("lr", "clip_grad")),
-)
-# fmt: on
-RANGES = {name: (words, holds) for words, holds, names in _RANGES for name in names}
-_BLOCKS = ("gray_blocks", "broadcast_blocks", "skip_blocks", "uniform_blocks")
-_POWERS = ("eps", "eps_end", "eps_per_block")
-
-
-def check_value(name: str, value: Any) -> None:
-    """Raise if a field's value, of the right type, is not one that it can have."""
-    if value is None:
-        return
-    if name in RANGES:
-        words, holds = RANGES[name]
-        for number in value if isinstance(value, tuple) else (value,):
-            if not (math.isfinite(number) and holds(number)):
-                each = "hold values" if isinstance(value, tuple) else "be"
-                raise ValueError(f"{name} must {each} {words}, got {number}.")
-    if name in _BLOCKS:
-        indices(value, name)
-
-
-def check_together(recipe: "Recipe") -> None:
-    """Raise if fields do not go together."""
-    _check_needs(recipe)
-    _check_powers(recipe)
-    _check_eps_per_block(recipe)
-    trained = [name for name in ("pretrained", "start_from") if getattr(recipe, name)]
-    if len(trained) == 2:
-        raise ValueError("expected pretrained or start_from, got both; leave one of them out.")
-    if trained and recipe.init != "timm":
-        raise ValueError(
-            f"init={recipe.init} would draw anew what {trained[0]} loads; leave one of them out."
-        )
-    if recipe.task == "probe" and not trained:
-        raise ValueError(
-            "task=probe trains a head on trained weights; add start_from=RUN_OR_FILE or pretrained."
-        )
-    if recipe.task == "mae" and (recipe.mixup or recipe.cutmix):
-        raise ValueError("task=mae has no labels to mix; leave mixup and cutmix out.")
-    if recipe.task == "mae" and recipe.collapse_patience:
-        raise ValueError("task=mae has no accuracy that could collapse; leave collapse_patience out.")
-    if recipe.mix_probability != 1 and recipe.mixup == 0 and recipe.cutmix == 0:
-        raise ValueError("mix_probability does nothing alone; add mixup or cutmix, or leave it out.")
-    removes = [call for call in edits.calls(recipe) if call.kind == "remove_skips"]
-    if recipe.drop_path and not all(call.argument("allow_drop_path") for call in removes):
-        raise ValueError(
-            "drop_path drops branches, and where remove_skips has left no skip beside them nothing of an "
-            "image would be left; leave one of them out."
-        )
-    if recipe.warmup_epochs is not None and recipe.warmup_epochs >= recipe.epochs:
-        raise ValueError(
-            f"warmup_epochs must be less than epochs, got {recipe.warmup_epochs:g} and {recipe.epochs}; "
-            "lower it, or leave it out."
-        )
-    if recipe.batch_size % recipe.accumulate:
-        raise ValueError(
-            f"batch_size must be a multiple of accumulate, got {recipe.batch_size} and {recipe.accumulate}."
-        )
-
-
-def _check_needs(recipe: "Recipe") -> None:
-    """Fields that only mean something beside others."""
-    grays = recipe.graying is not None
-    grays_blocks = grays and recipe.gray_where == "blocks"
-    needs = {
-        "eps": (grays, "graying=svd, dct or spectral"),
-        "eps_end": (grays, "graying=svd, dct or spectral"),
-        "eps_per_block": (grays_blocks, "graying=... and gray_where=blocks"),
-        "target_kappa": (recipe.graying == "spectral", "graying=spectral"),
-        "gray_floor": (grays, "graying=svd, dct, spectral or condition"),
-        "gray_blocks": (grays_blocks, "graying=... and gray_where=blocks"),
-        "broadcast_blocks": (recipe.broadcast is not None, "broadcast=cb or cb_s"),
-        "skip_blocks": (recipe.remove_skips is not None, "remove_skips=..."),
-        "uniform_blocks": (recipe.uniform_heads > 0, "uniform_heads=1 or more"),
-    }
-    for name, (holds, remedy) in needs.items():
-        if getattr(recipe, name) is not None and not holds:
-            raise ValueError(f"{name} does nothing alone; add {remedy}, or leave it out.")
-
-
-def _check_powers(recipe: "Recipe") -> None:
-    """Grayings without a power, and those that find it themselves."""
-    given = [name for name in _POWERS if getattr(recipe, name) is not None]
-    if given and recipe.graying == "condition":
-        raise ValueError(f"{given[0]} is of a power, which graying=condition has not; leave it out.")
-    if given and recipe.target_kappa is not None:
-        raise ValueError(
-            f"target_kappa stands instead of a power, got {given[0]} too; leave one of them out."
-        )
-
-
-def _check_eps_per_block(recipe: "Recipe") -> None:
-    if recipe.eps_per_block is None:
-        return
-    if recipe.eps is not None or recipe.eps_end is not None:
-        raise ValueError("expected eps_per_block or eps and eps_end, got both; leave one of them out.")
-    blocks = None if recipe.gray_blocks is None else indices(recipe.gray_blocks, "gray_blocks")
-    if blocks is not None and len(blocks) != len(recipe.eps_per_block):
-        raise ValueError(
-            f"eps_per_block must have one power for each of gray_blocks, got {len(recipe.eps_per_block)} "
-            f"powers for {len(blocks)} blocks."
-        )
-
 
 Task = Literal["classify", "mae", "probe"]
 Placement = Literal["auto", "device", "stream"]
@@ -436,3 +244,315 @@ def require_known(names: Iterable[str], source: str) -> None:
     for name in names:
         if name not in field_types():
             raise ValueError(f"{source} has an unknown field {name!r}{nearest(name, field_types())}")
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def kind_of(hint: Any) -> tuple[Any, bool]:
+    """A field's type without its None, and whether it may be None.
+
+    >>> kind_of(int | None), kind_of(str)
+    ((<class 'int'>, True), (<class 'str'>, False))
+    """
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    (kind,) = (option for option in options if option is not types.NoneType)
+    return kind, types.NoneType in options
+
+
+def fitting(name: str, value: Any, hint: Any) -> Any:
+    """The value as the field's type has it, or an error that says what was expected."""
+    kind, may_be_none = kind_of(hint)
+    if may_be_none and (value is None or _is_none_word(value)):
+        return None
+    origin = get_origin(kind)
+    if origin is Literal:
+        return _choice(name, value, get_args(kind))
+    if origin is tuple:
+        return _tuple(name, value, get_args(kind)[0])
+    if origin is dict:
+        return _options(name, value)
+    if kind is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    number = {int: numbers.Integral, float: numbers.Real}.get(kind)
+    if number is not None and isinstance(value, number) and not isinstance(value, bool):
+        return kind(value)
+    if type(value) is not kind:
+        raise TypeError(f"{name} must be {_WORDS[kind]}, got {value!r}.")
+    return value
+
+
+def _is_none_word(value: Any) -> bool:
+    return isinstance(value, str) and value == NONE
+
+
+def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    if value in choices:
+        return value
+    listed = ", ".join(map(str, choices))
+    raise ValueError(f"{name} must be one of {listed}, got {value!r}{nearest(value, choices)}")
+
+
+def _tuple(name: str, value: Any, item: Any) -> tuple[Any, ...]:
+    if _is_none_word(value):
+        return ()
+    if isinstance(value, (list, tuple)):
+        return tuple(fitting(f"{name}[{index}]", each, item) for index, each in enumerate(value))
+    raise TypeError(f"{name} must be a list, got {value!r}.")
+
+
+def _options(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a table of options, got {value!r}.")
+    for key in value:
+        if not isinstance(key, str):
+            raise TypeError(f"{name} must have texts for keys, got {key!r}.")
+    return {key: _plain(f"{name}.{key}", each) for key, each in value.items()}
+
+
+def _plain(name: str, value: Any) -> Any:
+    """What a file can hold, so that a saved recipe is the recipe."""
+    if isinstance(value, Mapping):
+        return _options(name, value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(f"{name}[{index}]", each) for index, each in enumerate(value)]
+    if type(value) in _WORDS:
+        return value
+    raise TypeError(f"{name} must be a text, a number, true, false, a list or a table, got {value!r}.")
+
+
+# fmt: off
+_RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    ("at least 1", lambda value: value >= 1, (
+        "epochs", "batch_size", "accumulate", "eval_every", "log_every", "checkpoint_every", "keep",
+        "limit", "image_size", "patch_size", "decoder_depth", "decoder_width", "target_kappa")),
+    ("at least 0", lambda value: value >= 0, (
+        "workers", "monitor_every", "collapse_patience", "warmup_epochs", "min_lr", "weight_decay",
+        "crop_padding", "mixup", "cutmix", "uniform_heads")),
+    ("at least 0 and below 2**63", lambda value: 0 <= value < 2**63, ("seed",)),
+    ("in [0, 1]", lambda value: 0 <= value <= 1, (
+        "flip", "erase", "smoothing", "drop_path", "color_jitter", "ema", "mix_probability")),
+    ("in (0, 1]", lambda value: 0 < value <= 1, (
+        "eps", "eps_end", "eps_per_block", "gray_floor", "crop_scale", "layer_decay")),
+    ("in (0, 1)", lambda value: 0 < value < 1, ("holdout", "mask_ratio")),
+    ("positive", lambda value: value > 0, ("lr", "clip_grad")),
+)
+# fmt: on
+RANGES = {name: (words, holds) for words, holds, names in _RANGES for name in names}
+_BLOCKS = ("gray_blocks", "broadcast_blocks", "skip_blocks", "uniform_blocks")
+_POWERS = ("eps", "eps_end", "eps_per_block")
+
+
+def check_value(name: str, value: Any) -> None:
+    """Raise if a field's value, of the right type, is not one that it can have."""
+    if value is None:
+        return
+    if name in RANGES:
+        words, holds = RANGES[name]
+        for number in value if isinstance(value, tuple) else (value,):
+            if not (math.isfinite(number) and holds(number)):
+                each = "hold values" if isinstance(value, tuple) else "be"
+                raise ValueError(f"{name} must {each} {words}, got {number}.")
+    if name in _BLOCKS:
+        indices(value, name)
+
+
+def check_together(recipe: "Recipe") -> None:
+    """Raise if fields do not go together."""
+    _check_needs(recipe)
+    _check_powers(recipe)
+    _check_eps_per_block(recipe)
+    trained = [name for name in ("pretrained", "start_from") if getattr(recipe, name)]
+    if len(trained) == 2:
+        raise ValueError("expected pretrained or start_from, got both; leave one of them out.")
+    if trained and recipe.init != "timm":
+        raise ValueError(
+            f"init={recipe.init} would draw anew what {trained[0]} loads; leave one of them out."
+        )
+    if recipe.task == "probe" and not trained:
+        raise ValueError(
+            "task=probe trains a head on trained weights; add start_from=RUN_OR_FILE or pretrained."
+        )
+    if recipe.task == "mae" and (recipe.mixup or recipe.cutmix):
+        raise ValueError("task=mae has no labels to mix; leave mixup and cutmix out.")
+    if recipe.task == "mae" and recipe.collapse_patience:
+        raise ValueError("task=mae has no accuracy that could collapse; leave collapse_patience out.")
+    if recipe.mix_probability != 1 and recipe.mixup == 0 and recipe.cutmix == 0:
+        raise ValueError("mix_probability does nothing alone; add mixup or cutmix, or leave it out.")
+    removes = [call for call in edits.calls(recipe) if call.kind == "remove_skips"]
+    if recipe.drop_path and not all(call.argument("allow_drop_path") for call in removes):
+        raise ValueError(
+            "drop_path drops branches, and where remove_skips has left no skip beside them nothing of an "
+            "image would be left; leave one of them out."
+        )
+    if recipe.warmup_epochs is not None and recipe.warmup_epochs >= recipe.epochs:
+        raise ValueError(
+            f"warmup_epochs must be less than epochs, got {recipe.warmup_epochs:g} and {recipe.epochs}; "
+            "lower it, or leave it out."
+        )
+    if recipe.batch_size % recipe.accumulate:
+        raise ValueError(
+            f"batch_size must be a multiple of accumulate, got {recipe.batch_size} and {recipe.accumulate}."
+        )
+
+
+def _check_needs(recipe: "Recipe") -> None:
+    """Fields that only mean something beside others."""
+    grays = recipe.graying is not None
+    grays_blocks = grays and recipe.gray_where == "blocks"
+    needs = {
+        "eps": (grays, "graying=svd, dct or spectral"),
+        "eps_end": (grays, "graying=svd, dct or spectral"),
+        "eps_per_block": (grays_blocks, "graying=... and gray_where=blocks"),
+        "target_kappa": (recipe.graying == "spectral", "graying=spectral"),
+        "gray_floor": (grays, "graying=svd, dct, spectral or condition"),
+        "gray_blocks": (grays_blocks, "graying=... and gray_where=blocks"),
+        "broadcast_blocks": (recipe.broadcast is not None, "broadcast=cb or cb_s"),
+        "skip_blocks": (recipe.remove_skips is not None, "remove_skips=..."),
+        "uniform_blocks": (recipe.uniform_heads > 0, "uniform_heads=1 or more"),
+    }
+    for name, (holds, remedy) in needs.items():
+        if getattr(recipe, name) is not None and not holds:
+            raise ValueError(f"{name} does nothing alone; add {remedy}, or leave it out.")
+
+
+def _check_powers(recipe: "Recipe") -> None:
+    """Grayings without a power, and those that find it themselves."""
+    given = [name for name in _POWERS if getattr(recipe, name) is not None]
+    if given and recipe.graying == "condition":
+        raise ValueError(f"{given[0]} is of a power, which graying=condition has not; leave it out.")
+    if given and recipe.target_kappa is not None:
+        raise ValueError(
+            f"target_kappa stands instead of a power, got {given[0]} too; leave one of them out."
+        )
+
+
+def _check_eps_per_block(recipe: "Recipe") -> None:
+    if recipe.eps_per_block is None:
+        return
+    if recipe.eps is not None or recipe.eps_end is not None:
+        raise ValueError("expected eps_per_block or eps and eps_end, got both; leave one of them out.")
+    blocks = None if recipe.gray_blocks is None else indices(recipe.gray_blocks, "gray_blocks")
+    if blocks is not None and len(blocks) != len(recipe.eps_per_block):
+        raise ValueError(
+            f"eps_per_block must have one power for each of gray_blocks, got {len(recipe.eps_per_block)} "
+            f"powers for {len(blocks)} blocks."
+        )
+
+
+_ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
+
+
+def table(values: Mapping[str, Any]) -> str:
+    """One line a value."""
+    return "\n".join(f"{_key(name)} = {value_text(value)}" for name, value in values.items())
+
+
+def value_text(value: Any) -> str:
+    """The value so that a TOML reader gives the same value back, floats bit for bit."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return _string(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{_key(name)} = {value_text(each)}" for name, each in value.items())
+        return f"{{{inside}}}"
+    raise TypeError(f"TOML holds texts, numbers, true and false, lists and tables, got {value!r}.")
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _string(name)
+
+
+def _string(text: str) -> str:
+    return f'"{"".join(map(_character, text))}"'
+
+
+def _character(character: str) -> str:
+    if character in _ESCAPES:
+        return _ESCAPES[character]
+    code = ord(character)
+    if 0xD800 <= code <= 0xDFFF:
+        raise ValueError(
+            f"TOML is UTF-8 text, got the byte {code & 0xFF:#04x} that is none; rename the file."
+        )
+    return f"\\u{code:04x}" if code < 0x20 or code == 0x7F else character
+
+
+MOST_BYTES = 2**22
+SUFFIX = ".toml"
+
+
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """The fields that a file gives, each checked; an error names the file."""
+    path = Path(path)
+    text = _read_text(path)
+    values = _parse_toml(text, path)
+    require_known(values, str(path))
+    return {name: _checked_in_file(name, value, path) for name, value in values.items()}
+
+
+def combine(file_values: Mapping[str, Any], flag_values: Mapping[str, Any]) -> Recipe:
+    """The recipe of a file with flags over it; single ``model_options`` too."""
+    values = {**file_values, **flag_values}
+    options = [each["model_options"] for each in (file_values, flag_values) if each.get("model_options")]
+    if options:
+        values["model_options"] = {name: value for each in options for name, value in each.items()}
+    return Recipe.from_mapping(values)
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """The recipe as TOML, under the groups of the fields."""
+    values = recipe.to_mapping()
+    options = values.pop("model_options")
+    groups: dict[str, dict[str, Any]] = {}
+    for field in dataclasses.fields(recipe):
+        if field.name in values:
+            groups.setdefault(field.metadata["group"], {})[field.name] = values[field.name]
+    parts = [f"# {group}\n{table(fields)}" for group, fields in groups.items()]
+    if options:
+        parts.append(f"[model_options]\n{table(options)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def write_recipe(recipe: Recipe, path: str | Path) -> None:
+    """Write the recipe as TOML; a kill at any moment leaves the old file or the new one."""
+    write_text(path, recipe_text(recipe))
+
+
+def _read_text(path: Path) -> str:
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, expected a recipe; `wellposed sweep` takes folders.")
+    if path.suffix in (".yaml", ".yml"):
+        raise ValueError(f"recipes are TOML, got {path}; write NAME = VALUE for NAME: VALUE in a .toml file.")
+    if path.suffix != SUFFIX:
+        raise ValueError(f"a recipe's name must end in {SUFFIX}, got {path}.")
+    if not path.exists():
+        beside = [other.name for other in path.parent.glob("*") if other.suffix == SUFFIX]
+        raise FileNotFoundError(f"there is no recipe {path}{nearest(path.name, beside)}")
+    try:
+        return read_bytes(path, MOST_BYTES).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path} must be UTF-8 text, got a byte that is none in line {line}.") from error
+    except ValueError as error:
+        raise ValueError(f"expected a recipe in {path}, which cannot be read: {error}.") from error
+
+
+def _parse_toml(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return parse_toml(text)
+    except ValueError as error:
+        said = str(error).replace("end of document", f"the end, line {text.count(chr(10)) + 1}")
+        raise ValueError(f"{path} is not valid TOML: {said}") from error
+
+
+def _checked_in_file(name: str, value: Any, path: Path) -> Any:
+    try:
+        return checked(name, value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from error
