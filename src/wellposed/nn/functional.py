@@ -61,9 +61,9 @@ def gray(
             by matrix products on a GPU, each singular value right to ``tolerance``. ``"svd"`` is the same by
             ``torch.linalg.svd``; it is far slower on a GPU, and ONNX has none. ``"dct"`` is the paper's cheap
             stand-in. ``"condition"`` has no eps: X + s_max U V^T (arXiv 2505.12789), of kappa at most 2. All
-            gradients are finite where singular values repeat or vanish. ``"energy"`` is a control for studies:
-            x times one number a matrix, which gives it the Frobenius norm that ``"spectral"`` would; the shape
-            of its spectrum stays. The gradient takes that number for a constant.
+            gradients are finite where singular values repeat or vanish. ``"energy"`` is a control in studies:
+            x times one number a matrix, which gives it the Frobenius norm that ``"spectral"`` would; its
+            spectrum keeps its shape. The gradient takes that number for a constant.
         target_kappa: instead of eps, with ``"spectral"``: each matrix gets the eps that makes its kappa this
             one, or stays as it is if that is smaller already. kappa counts up to 1 / floor. The gradient
             takes the eps found for a constant.
