@@ -12,12 +12,13 @@ import contextlib
 import csv
 import fcntl
 import json
+import math
 import os
 import re
 import stat
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -125,6 +126,29 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a whole file, as :func:`replacing`."""
     with replacing(path) as file:
         file.write(text)
+
+
+def write_json(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
+    """Write a JSON object, as :func:`replacing`."""
+    write_text(path, json.dumps(plain(values), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """The value as strict JSON has it; numbers that are not finite become texts.
+
+    >>> plain({"loss": float("nan"), "sizes": (1, 2)})
+    {'loss': 'nan', 'sizes': [1, 2]}
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    # Scalars of numpy and torch.
+    return plain(value.item()) if hasattr(value, "item") else str(value)
 
 
 def write_cells(

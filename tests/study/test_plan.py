@@ -17,8 +17,7 @@ from wellposed.study.compare import (
     verdict,
 )
 from wellposed.study.plan import Cell, RunRecord, StudyRecords, data_name, grid
-from wellposed.train.recipe import Recipe
-from wellposed.train.recipe_file import combine
+from wellposed.train.recipe import Recipe, combine
 
 
 def record(label: str, seed: int, accuracy: float, **fields) -> RunRecord:

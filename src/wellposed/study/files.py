@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wellposed.environment import environment
-from wellposed.files import read_object, write_cells, write_text
+from wellposed.files import plain, read_object, write_cells, write_json, write_text
 from wellposed.study.compare import accuracies, one_by_one, spread
 from wellposed.study.plan import Scale, StudyRecords, StudyReport, data_name
 from wellposed.text import aligned
-from wellposed.train.log import plain, write_json
 
 if TYPE_CHECKING:
     from wellposed.study.session import Session

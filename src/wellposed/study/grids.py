@@ -10,8 +10,7 @@ from wellposed.study.choosing import Planned, variants
 from wellposed.study.ledger import Key
 from wellposed.study.plan import Cell, RunRecord, Scale, Study
 from wellposed.study.pool import run_name
-from wellposed.train.recipe import Recipe
-from wellposed.train.recipe_file import combine
+from wellposed.train.recipe import Recipe, combine
 
 
 @dataclass(eq=False)

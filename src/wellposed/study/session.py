@@ -18,8 +18,7 @@ from wellposed.study.grids import Grid
 from wellposed.study.ledger import ENDED, Key
 from wellposed.study.plan import RunRecord, Scale, Study, StudyRecords, data_name
 from wellposed.study.pool import has_weights, without_folders
-from wellposed.train.recipe import Recipe
-from wellposed.train.recipe_file import read_recipe, write_recipe
+from wellposed.train.recipe import Recipe, read_recipe, write_recipe
 from wellposed.train.runs import RECIPE
 
 TRIAL_POINTS = 12
