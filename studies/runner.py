@@ -23,7 +23,7 @@ from wellposed.files import read_object
 from wellposed.run_records import read_run
 from wellposed.study_records import RunRecord, rounded, thinned
 from wellposed.train import Recipe, sweep
-from wellposed.train.recipe_file import combine, read_recipe, write_recipe
+from wellposed.train.recipe import combine, read_recipe, write_recipe
 
 ENDED = ("finished", "nonfinite")
 """States that another try would not change."""

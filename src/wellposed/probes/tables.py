@@ -1,8 +1,10 @@
 """Tables of records, as text and as HTML in which a bad condition number is red."""
 
 import html
+import itertools
 import math
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,9 @@ _NOT_SHOWN = (
     "ntk trace",
 )
 MOST_PAIRS = 40
+
+WIDTH = 80
+"""Columns of a terminal, which captions keep to."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +60,14 @@ def block_table(records: Sequence[Record]) -> Table:
     titles += ("entropy",) if entropies else ()
     said = []
     if kappas:
-        said.append("kappa: condition number of the token matrix, median over the images")
+        said.append("kappa (condition number) of the tokens at each position, median over the images")
     if entropies:
-        said.append("entropy: of the attention rows, 1 is uniform")
-    said.append("the worst block first")
+        said.append("entropy of the attention rows, 1 is uniform")
+    said.append("worst block first")
+    if any(r.status == "at least" for r in kappas.values()):
+        said.append("≥ is a lower bound: float32 resolves no more")
+    if sum(_is_ranked_by_a_bound(block, kappas) for block in names) > 1:
+        said.append("blocks ranked by a bound have no order among them")
     return Table("; ".join(said), titles, tuple(rows), tuple(heat))
 
 
@@ -125,22 +134,57 @@ def without_repeats(pairs: Sequence[Pair]) -> list[Pair]:
         numbers = (a.value, a.samples, a.curve, b.value, b.samples, b.curve)
         block = a.block if a.position.endswith(".skip") else None if a.block is None else a.block - 1
         is_stream = a.position == "input" or a.position.endswith(".skip")
-        if is_stream and numbers in seen.get((a.measure, block), ()):
-            continue
+        is_repeat = is_stream and numbers in seen.get((a.measure, block), ())
         if a.position == "input" or a.position.endswith(".sum"):
             seen.setdefault((a.measure, a.block), set()).add(numbers)
-        kept.append((a, b))
+        if not is_repeat:
+            kept.append((a, b))
     return kept
 
 
 def as_text(table: Table) -> str:
+    """The table for a terminal, in 80 columns for most models."""
     if not table.rows:
         return ""
     numbers = tuple(
         i for i, title in enumerate(table.titles) if title.startswith(("kappa", "entropy", "value"))
     )
-    text = aligned([table.titles, *table.rows], right=numbers)
-    return f"{text}\n{table.caption}" if table.caption else text
+    rows, caption = table.rows, table.caption
+    if "module" in table.titles:
+        at = table.titles.index("module")
+        shared = _shared_path([row[at] for row in rows])
+        rows = tuple((*row[:at], row[at].removeprefix(shared), *row[at + 1 :]) for row in rows)
+        caption = f"modules are in {shared.removesuffix('.')}; {caption}" if shared else caption
+    text = aligned([*_stacked(table.titles), *rows], right=numbers)
+    return f"{text}\n{textwrap.fill(caption, WIDTH)}" if caption else text
+
+
+def _shared_path(names: Sequence[str]) -> str:
+    """What all names begin with, without the last two parts of any.
+
+    >>> _shared_path(["vit.encoder.layer.0", "vit.encoder.layer.1"]), _shared_path(["blocks.0", "blocks.1"])
+    ('vit.encoder.', '')
+    """
+    parts = [name.split(".")[:-2] for name in names]
+    levels = zip(*parts, strict=False)
+    return "".join(f"{level[0]}." for level in itertools.takewhile(lambda level: len({*level}) == 1, levels))
+
+
+def _stacked(titles: Sequence[str]) -> list[tuple[str, ...]]:
+    """Titles of positions in two lines, without the word kappa, which the caption has.
+
+    >>> _stacked(["block", "kappa attention.sum"])
+    [('', 'attention'), ('block', '.sum')]
+    """
+    if not any(title.startswith("kappa ") for title in titles):
+        return [tuple(titles)]
+    cells = []
+    for title in titles:
+        measure, _, position = title.rpartition(" ")
+        role, dot, part = position.rpartition(".")
+        cells.append((role, dot + part) if measure == "kappa" else ("", title))
+    lines = list(zip(*cells, strict=True))
+    return [line for line in lines if any(line)]
 
 
 def as_html(title: str, tables: Sequence[Table], lines: Sequence[str]) -> str:
@@ -176,6 +220,11 @@ def _shown_positions(kappas: dict[tuple[int | None, str], Record]) -> list[str]:
 def _badness(block: int | None, kappas: dict[tuple[int | None, str], Record]) -> tuple[float, float, int]:
     logs = [r.log or 0.0 for (index, _), r in kappas.items() if index == block and r.value is not None]
     return (max(logs, default=0.0), sum(logs), -(block or 0))
+
+
+def _is_ranked_by_a_bound(block: int | None, kappas: dict[tuple[int | None, str], Record]) -> bool:
+    own = [r for (index, _), r in kappas.items() if index == block and r.log is not None]
+    return bool(own) and max(own, key=lambda r: r.log or 0.0).status == "at least"
 
 
 def _heat(record: Record) -> float | None:

@@ -9,8 +9,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from wellposed.anatomy.adapters import inner
 from wellposed.anatomy.model import join_names
+from wellposed.anatomy.subclass import inner
 
 # Which of q, k and v a layer makes, stacked in this order, and its path in the attention module.
 PROJECTIONS: tuple[dict[str, str], ...] = (
