@@ -19,8 +19,7 @@ from rich.progress import track
 from rich.table import Table
 
 from wellposed import __version__
-from wellposed.files import alone_in, read_object
-from wellposed.train.log import write_json
+from wellposed.files import alone_in, read_object, write_json
 from wellposed.train.recipe import Recipe
 from wellposed.train.sweep import COMMAND, cores, failures, train_runs
 from wellposed.train.sweep.plan import Run

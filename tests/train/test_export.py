@@ -19,8 +19,7 @@ from wellposed.image_files import decode
 from wellposed.train import durable
 from wellposed.train import durable as folder_swap
 from wellposed.train.export import FIRST_LOCAL_DIR, export_weights
-from wellposed.train.recipe import Recipe
-from wellposed.train.recipe_file import combine, read_recipe
+from wellposed.train.recipe import Recipe, combine, read_recipe
 
 SIDE = 32
 VIT = {"img_size": SIDE, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}

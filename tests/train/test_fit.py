@@ -24,7 +24,7 @@ from wellposed.train import model as builder
 from wellposed.train import training_state as saving
 from wellposed.train.data import open_data
 from wellposed.train.model import build_model
-from wellposed.train.recipe_file import read_recipe
+from wellposed.train.recipe import read_recipe
 from wellposed.train.resolve import resolve
 
 SMALL_MODELS = {

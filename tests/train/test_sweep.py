@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from wellposed.train.recipe import Recipe
-from wellposed.train.recipe_file import write_recipe
+from wellposed.train.recipe import Recipe, write_recipe
 from wellposed.train.sweep import child_environment, default_jobs, gpu_is_there, run
 from wellposed.train.sweep.plan import Run, distinct_names, find_recipes, plan
 from wellposed.train.sweep.processes import Child, Progress, as_table

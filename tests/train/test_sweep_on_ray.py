@@ -14,7 +14,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from short_runs import assert_bitwise, recipe
-from wellposed.train.recipe_file import write_recipe
+from wellposed.train.recipe import write_recipe
 from wellposed.train.sweep import run
 from wellposed.train.sweep.cluster import Resources, connected
 

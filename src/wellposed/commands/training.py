@@ -8,7 +8,7 @@ import typer
 from wellposed.commands.app import TRAIN, app, plain_errors
 from wellposed.commands.lists import numbers
 from wellposed.train import options
-from wellposed.train.recipe_file import combine, read_recipe, recipe_text
+from wellposed.train.recipe import combine, read_recipe, recipe_text
 
 Engine = Literal["local", "ray"]
 

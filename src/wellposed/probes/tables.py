@@ -1,8 +1,10 @@
 """Tables of records, as text and as HTML in which a bad condition number is red."""
 
 import html
+import itertools
 import math
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,10 @@ from wellposed.text import aligned
 
 _OF_TOKENS = {"outlier tokens": "outliers", "mean share": "mean share"}
 """Measures of tokens in the table of blocks, at the blocks' outputs, and the titles of their columns."""
+_AT_THE_OUTPUT = (
+    "at the block's output, outliers (the longest token over the median one) and the mean's share of the "
+    "tokens' square norm"
+)
 _IN_GRIDS = {
     "token norm": "norm of the tokens, median over them",
     "outlier tokens": "the longest token over the median one",
@@ -39,6 +45,9 @@ _NOT_SHOWN = (
 )
 MOST_PAIRS = 40
 _BLOCK = ("block", "module")
+
+WIDTH = 80
+"""Columns of a terminal, which captions keep to."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +81,16 @@ def block_table(records: Sequence[Record]) -> Table:
     titles += (*(("entropy",) if entropies else ()), *shown)
     said = []
     if kappas:
-        said.append("kappa: condition number of the token matrix, median over the images")
+        said.append("kappa (condition number) of the tokens at each position, median over the images")
     if entropies:
-        said.append("entropy: of the attention rows, 1 is uniform")
+        said.append("entropy of the attention rows, 1 is uniform")
     if shown:
-        said.append(
-            "at the block's output, outliers: the longest token over the median one, mean share: of the"
-        )
-        said[-1] += " tokens' square norm, that of their mean"
-    said.append("the worst block first")
+        said.append(_AT_THE_OUTPUT)
+    said.append("worst block first")
+    if any(r.status == "at least" for r in kappas.values()):
+        said.append("≥ is a lower bound: float32 resolves no more")
+    if sum(_is_ranked_by_a_bound(block, kappas) for block in names) > 1:
+        said.append("blocks ranked by a bound have no order among them")
     return Table("; ".join(said), titles, tuple(rows), tuple(heat))
 
 
@@ -89,12 +99,12 @@ def grid_tables(records: Sequence[Record]) -> list[Table]:
 
     Those of tokens are not shown where the table of blocks has them.
     """
-    has_kappa = any(record.measure == "kappa" for record in records)
-    in_blocks = ("token norm", "norm kurtosis", *_OF_TOKENS) if has_kappa else ()
+    in_blocks = any(record.measure == "kappa" for record in records)
+    already = ("token norm", "norm kurtosis", *_OF_TOKENS) if in_blocks else ()
     tables = []
     for measure, words in _IN_GRIDS.items():
         found = {(r.block, r.position): r for r in records if r.measure == measure}
-        if not found or measure in in_blocks:
+        if not found or measure in already:
             continue
         positions = list(dict.fromkeys(position for _, position in found))
         names = {r.block: r.module for r in found.values()}
@@ -171,15 +181,16 @@ def without_repeats(pairs: Sequence[Pair]) -> list[Pair]:
         numbers = (a.value, a.samples, a.curve, b.value, b.samples, b.curve)
         block = a.block if a.position.endswith(".skip") else None if a.block is None else a.block - 1
         is_stream = a.position == "input" or a.position.endswith(".skip")
-        if is_stream and numbers in seen.get((a.measure, block), ()):
-            continue
+        is_repeat = is_stream and numbers in seen.get((a.measure, block), ())
         if a.position == "input" or a.position.endswith(".sum"):
             seen.setdefault((a.measure, a.block), set()).add(numbers)
-        kept.append((a, b))
+        if not is_repeat:
+            kept.append((a, b))
     return kept
 
 
 def as_text(table: Table) -> str:
+    """The table for a terminal, in 80 columns for most models."""
     if not table.rows:
         return ""
     first = len(_BLOCK) if table.titles[: len(_BLOCK)] == _BLOCK else None
@@ -188,8 +199,42 @@ def as_text(table: Table) -> str:
         for i, title in enumerate(table.titles)
         if (i >= first if first else title.startswith(("kappa", "entropy", "value")))
     )
-    text = aligned([table.titles, *table.rows], right=numbers)
-    return f"{text}\n{table.caption}" if table.caption else text
+    rows, caption = table.rows, table.caption
+    if "module" in table.titles:
+        at = table.titles.index("module")
+        shared = _shared_path([row[at] for row in rows])
+        rows = tuple((*row[:at], row[at].removeprefix(shared), *row[at + 1 :]) for row in rows)
+        caption = f"modules are in {shared.removesuffix('.')}; {caption}" if shared else caption
+    text = aligned([*_stacked(table.titles), *rows], right=numbers)
+    return f"{text}\n{textwrap.fill(caption, WIDTH)}" if caption else text
+
+
+def _shared_path(names: Sequence[str]) -> str:
+    """What all names begin with, without the last two parts of any.
+
+    >>> _shared_path(["vit.encoder.layer.0", "vit.encoder.layer.1"]), _shared_path(["blocks.0", "blocks.1"])
+    ('vit.encoder.', '')
+    """
+    parts = [name.split(".")[:-2] for name in names]
+    levels = zip(*parts, strict=False)
+    return "".join(f"{level[0]}." for level in itertools.takewhile(lambda level: len({*level}) == 1, levels))
+
+
+def _stacked(titles: Sequence[str]) -> list[tuple[str, ...]]:
+    """Titles of positions in two lines, without the word kappa, which the caption has.
+
+    >>> _stacked(["block", "kappa attention.sum"])
+    [('', 'attention'), ('block', '.sum')]
+    """
+    if not any(title.startswith("kappa ") for title in titles):
+        return [tuple(titles)]
+    cells = []
+    for title in titles:
+        measure, _, position = title.rpartition(" ")
+        role, dot, part = position.rpartition(".")
+        cells.append((role, dot + part) if measure == "kappa" else tuple(title.rpartition(" ")[::2]))
+    lines = list(zip(*cells, strict=True))
+    return [line for line in lines if any(line)]
 
 
 def as_html(title: str, tables: Sequence[Table], lines: Sequence[str]) -> str:
@@ -225,6 +270,11 @@ def _shown_positions(kappas: dict[tuple[int | None, str], Record]) -> list[str]:
 def _badness(block: int | None, kappas: dict[tuple[int | None, str], Record]) -> tuple[float, float, int]:
     logs = [r.log or 0.0 for (index, _), r in kappas.items() if index == block and r.value is not None]
     return (max(logs, default=0.0), sum(logs), -(block or 0))
+
+
+def _is_ranked_by_a_bound(block: int | None, kappas: dict[tuple[int | None, str], Record]) -> bool:
+    own = [r for (index, _), r in kappas.items() if index == block and r.log is not None]
+    return bool(own) and max(own, key=lambda r: r.log or 0.0).status == "at least"
 
 
 def _heat(record: Record) -> float | None:

@@ -12,15 +12,14 @@ import timm
 from torch import Tensor
 
 from wellposed.environment import without_secrets
+from wellposed.files import plain
 from wellposed.models import timm_architecture
 from wellposed.surgery.record import Edit, Edits
 from wellposed.train import durable
 from wellposed.train.checkpoint import file_hash
 from wellposed.train.durable import replaced
 from wellposed.train.edits import calls, code_of
-from wellposed.train.log import plain
-from wellposed.train.recipe import Recipe
-from wellposed.train.recipe_file import recipe_text
+from wellposed.train.recipe import Recipe, recipe_text
 
 _ALWAYS = ("data", "model", "epochs", "batch_size", "optimizer", "lr", "weight_decay", "schedule", "seed")
 _MOST_CLASSES = 30
@@ -141,9 +140,9 @@ def _is_of_wellposed(name: str) -> bool:
 
 def _without_wellposed(exported: Exported) -> str:
     text = "timm alone builds the model without the edits, which is another function with the same weights. "
-    if any(call.argument("scaled") for call in calls(exported.recipe)):
+    if any(call.argument("scaled") or call.argument("learned") for call in calls(exported.recipe)):
         return text + (
-            "CB_S also has learned scales, which timm has no place for: `load_state_dict(..., strict=False)` "
+            "It also has learned scales, which timm has no place for: `load_state_dict(..., strict=False)` "
             "leaves them out, and `timm.create_model(..., pretrained=True)` refuses the file."
         )
     return (

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from wellposed.files import write_json
 from wellposed.probes.nonfinite import is_finite, norm_of, watching_norms
 from wellposed.probes.observe import eagerly
 from wellposed.records import AT_LEAST, named_text
@@ -31,7 +32,6 @@ from wellposed.text import aligned
 from wellposed.train import durable
 from wellposed.train.batches import Batch
 from wellposed.train.distributed import largest, read
-from wellposed.train.log import write_json
 
 
 class Guard:

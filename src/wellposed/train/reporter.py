@@ -24,10 +24,10 @@ from rich.table import Table
 from rich.text import Text
 
 from wellposed.environment import without_secrets
+from wellposed.files import write_json
 from wellposed.records import named_text, short
-from wellposed.run_records import NAME, current, read_run, summarise
+from wellposed.run_records import NAME, RunLog, current, read_run, summarise
 from wellposed.text import aligned, nearest
-from wellposed.train.log import RunLog, write_json
 from wellposed.train.recipe import Recipe
 from wellposed.train.screen import Screen, make_screen
 

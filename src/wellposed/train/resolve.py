@@ -40,8 +40,7 @@ from wellposed.train.distributed import (
 from wellposed.train.edits import DEVICE_FLOORS
 from wellposed.train.mae import check_mae
 from wellposed.train.model import Built, build_model, weights_file, with_gray_floor
-from wellposed.train.recipe import Recipe
-from wellposed.train.recipe_file import read_recipe
+from wellposed.train.recipe import Recipe, read_recipe
 from wellposed.train.runs import RECIPE, recipe_before
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.environment import without_secrets
-from wellposed.files import clear_staged, read_object
+from wellposed.files import clear_staged, read_object, write_json
 from wellposed.models import load_weights, say_weights
 from wellposed.run_records import NAME as LOG
 from wellposed.run_records import read_run
@@ -35,11 +35,9 @@ from wellposed.train.checkpoint import file_hash
 from wellposed.train.data import decode_readable, open_data
 from wellposed.train.edits import DEVICE_FLOORS
 from wellposed.train.export import WEIGHTS
-from wellposed.train.log import read_json, write_json
 from wellposed.train.model import build_model, start_from
 from wellposed.train.optimizer import EpsSchedule
-from wellposed.train.recipe import Recipe
-from wellposed.train.recipe_file import read_recipe, write_recipe
+from wellposed.train.recipe import Recipe, read_recipe, write_recipe
 
 RECIPE, RESULT, ENVIRONMENT = "recipe.toml", "result.json", "environment.json"
 
@@ -100,7 +98,7 @@ def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any]
             )
         result = folder / RESULT
         if result.is_file():
-            done = read_json(result)
+            done = read_result(folder)
             if done.get("finished"):
                 return done
     elif folder.is_dir() and any(folder.iterdir()):
@@ -113,6 +111,26 @@ def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any]
             )
     write_recipe(recipe, file)
     return None
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """What is in ``result.json``; an error names the file."""
+    path = folder / RESULT
+
+    def damaged(why: object) -> ValueError:
+        return ValueError(
+            f"expected a JSON object in {path}, which is damaged ({why}); delete that file, and the command "
+            "that trained makes it again from the last checkpoint."
+        )
+
+    try:
+        values = read_object(path)
+    except ValueError as error:
+        raise damaged(error) from error
+    for name in ("test", "best", "about"):
+        if not isinstance(values.get(name), (dict, type(None))):
+            raise damaged(f"its {name} is a {type(values[name]).__name__}")
+    return values
 
 
 def _empty(folder: Path) -> None:
@@ -347,7 +365,7 @@ def _planned_updates(folder: Path) -> int:
     """Of the whole run, also where it has not come to its end: the schedule of eps hangs on it."""
     file = folder / "result.json"
     if file.is_file():
-        result = read_json(file)
+        result = read_result(folder)
         if result["finished"]:
             return int(result["updates"])
     told = [int(line["updates"]) for line in read_run(folder) if line.get("updates")]

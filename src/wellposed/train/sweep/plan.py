@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wellposed.train.recipe import Recipe
-from wellposed.train.recipe_file import SUFFIX, combine, read_recipe, write_recipe
+from wellposed.train.recipe import SUFFIX, Recipe, combine, read_recipe, write_recipe
 
 LOG = "log.txt"
 """In a run's folder: all that the run printed."""
