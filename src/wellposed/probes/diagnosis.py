@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.probes.tables import (
+    TOKEN_MEASURES,
     Table,
     as_html,
     as_text,
@@ -15,6 +16,7 @@ from wellposed.probes.tables import (
     most_changed_first,
     pair_table,
     rest_table,
+    token_table,
     without_repeats,
 )
 from wellposed.records import COLUMNS, Record, read_json, rows, write_csv, write_json
@@ -64,8 +66,12 @@ class Diagnosis:
         return str(self)
 
     def _tables(self) -> list[Table]:
-        others = (make(self.records) for make in (bounds_table, rest_table))
-        return [block_table(self.records), *grid_tables(self.records), *others]
+        """Measures of tokens are in short where they were not asked for alone."""
+        rest, in_short = self.records, []
+        if self.select("kappa"):
+            rest = tuple(record for record in rest if record.measure not in TOKEN_MEASURES)
+            in_short = [token_table(self.records)]
+        return [block_table(rest), *in_short, *grid_tables(rest), bounds_table(rest), rest_table(rest)]
 
     def _repr_html_(self) -> str:
         title = f"{self.about.get('model', 'model')}{_images(self.about)}"

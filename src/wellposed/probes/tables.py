@@ -14,12 +14,6 @@ from wellposed.linalg.bounds import VERDICTS
 from wellposed.records import Record, short
 from wellposed.text import aligned
 
-_OF_TOKENS = {"outlier tokens": "outliers", "mean share": "mean share"}
-"""Measures of tokens in the table of blocks, at the blocks' outputs, and the titles of their columns."""
-_AT_THE_OUTPUT = (
-    "at the block's output, outliers (the longest token over the median one) and the mean's share of the "
-    "tokens' square norm"
-)
 _IN_GRIDS = {
     "token norm": "norm of the tokens, median over them",
     "outlier tokens": "the longest token over the median one",
@@ -45,6 +39,9 @@ _NOT_SHOWN = (
 )
 MOST_PAIRS = 40
 _BLOCK = ("block", "module")
+_NUMBERS = ("kappa", "entropy", "value", "least", "most", "in block")
+"""What titles of columns of numbers begin with; in a table of blocks all but the first two are."""
+TOKEN_MEASURES = ("token norm", "outlier tokens", "norm kurtosis", "mean share")
 
 WIDTH = 80
 """Columns of a terminal, which captions keep to."""
@@ -66,26 +63,20 @@ def block_table(records: Sequence[Record]) -> Table:
     entropies = {r.block: r for r in records if r.measure == "entropy" and r.head is None}
     positions = _shown_positions(kappas)
     names = {r.block: r.module for r in (*kappas.values(), *entropies.values())}
-    last = {r.block: r.position for r in records if r.position.endswith(".sum")}
-    tokens = {(r.measure, r.block): r for r in records if r.position == last.get(r.block)} if kappas else {}
-    shown = {title: measure for measure, title in _OF_TOKENS.items() if any(measure in key for key in tokens)}
     worst_first = sorted(names, key=lambda block: _badness(block, kappas), reverse=True)
     rows, heat = [], []
     for block in worst_first:
         cells = [kappas.get((block, position)) for position in positions]
         density = [_four_digits(entropies.get(block))] if entropies else []
-        more = density + [_text(tokens.get((measure, block))) for measure in shown.values()]
-        rows.append((str(block), names[block], *map(_text, cells), *more))
-        heat.append((None, None, *(None if r is None else _heat(r) for r in cells), *(None for _ in more)))
+        rows.append((str(block), names[block], *map(_text, cells), *density))
+        heat.append((None, None, *(None if r is None else _heat(r) for r in cells), *(None for _ in density)))
     titles = (*_BLOCK, *(f"kappa {position}" for position in positions))
-    titles += (*(("entropy",) if entropies else ()), *shown)
+    titles += ("entropy",) if entropies else ()
     said = []
     if kappas:
         said.append("kappa (condition number) of the tokens at each position, median over the images")
     if entropies:
         said.append("entropy of the attention rows, 1 is uniform")
-    if shown:
-        said.append(_AT_THE_OUTPUT)
     said.append("worst block first")
     if any(r.status == "at least" for r in kappas.values()):
         said.append("≥ is a lower bound: float32 resolves no more")
@@ -94,17 +85,27 @@ def block_table(records: Sequence[Record]) -> Table:
     return Table("; ".join(said), titles, tuple(rows), tuple(heat))
 
 
-def grid_tables(records: Sequence[Record]) -> list[Table]:
-    """For each measure of tokens, weights and gradients, blocks by positions.
+def token_table(records: Sequence[Record]) -> Table:
+    """Where the tokens of the blocks' outputs are most and least alike, and most and least unequal."""
+    last = {r.block: r.position for r in records if r.position.endswith(".sum")}
+    rows = []
+    for measure in ("outlier tokens", "mean share"):
+        found = [r for r in records if r.measure == measure and r.position == last.get(r.block)]
+        told = sorted((r for r in found if r.value is not None), key=lambda r: r.value or 0.0)
+        if told:
+            ends = (told[0], told[-1])
+            rows.append((measure, *(cell for r in ends for cell in (r.text(), str(r.block)))))
+    titles = ("tokens of the outputs", "least", "in block", "most", "in block")
+    caption = "outlier tokens: the longest over the median one; mean share: of the square norm, the mean's"
+    return Table(caption, titles, tuple(rows), tuple((None,) * len(titles) for _ in rows))
 
-    Those of tokens are not shown where the table of blocks has them.
-    """
-    in_blocks = any(record.measure == "kappa" for record in records)
-    already = ("token norm", "norm kurtosis", *_OF_TOKENS) if in_blocks else ()
+
+def grid_tables(records: Sequence[Record]) -> list[Table]:
+    """For each measure of tokens, weights and gradients, blocks by positions."""
     tables = []
     for measure, words in _IN_GRIDS.items():
         found = {(r.block, r.position): r for r in records if r.measure == measure}
-        if not found or measure in already:
+        if not found:
             continue
         positions = list(dict.fromkeys(position for _, position in found))
         names = {r.block: r.module for r in found.values()}
@@ -193,12 +194,8 @@ def as_text(table: Table) -> str:
     """The table for a terminal, in 80 columns for most models."""
     if not table.rows:
         return ""
-    first = len(_BLOCK) if table.titles[: len(_BLOCK)] == _BLOCK else None
-    numbers = tuple(
-        i
-        for i, title in enumerate(table.titles)
-        if (i >= first if first else title.startswith(("kappa", "entropy", "value")))
-    )
+    first = len(_BLOCK) if table.titles[: len(_BLOCK)] == _BLOCK else len(table.titles)
+    numbers = tuple(i for i, title in enumerate(table.titles) if i >= first or title.startswith(_NUMBERS))
     rows, caption = table.rows, table.caption
     if "module" in table.titles:
         at = table.titles.index("module")
@@ -232,7 +229,7 @@ def _stacked(titles: Sequence[str]) -> list[tuple[str, ...]]:
     for title in titles:
         measure, _, position = title.rpartition(" ")
         role, dot, part = position.rpartition(".")
-        cells.append((role, dot + part) if measure == "kappa" else tuple(title.rpartition(" ")[::2]))
+        cells.append((role, dot + part) if measure == "kappa" else ("", title))
     lines = list(zip(*cells, strict=True))
     return [line for line in lines if any(line)]
 

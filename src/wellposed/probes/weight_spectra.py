@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from wellposed.anatomy.adapters import inner
 from wellposed.anatomy.model import Block, BlockSelection, no_attention, select
 from wellposed.anatomy.model import blocks as all_blocks
-from wellposed.anatomy.projection_layers import projection_layers
+from wellposed.anatomy.projections import projection_layers
+from wellposed.anatomy.subclass import inner
 from wellposed.linalg import condition_number, singular_values, stable_rank
 from wellposed.linalg.spectrum import estimator, tolerance
 from wellposed.probes.observe import plain, preserved
