@@ -9,7 +9,7 @@ The model of a recipe: built by timm, initialised, loaded, edited.
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,8 @@ import torch
 from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
-import wellposed.surgery as surgery
 from wellposed.anatomy.model import refuse_wrapped
 from wellposed.models import build, describe_weights, say_weights, timm_architecture
-from wellposed.nn import TokenGraying
 from wellposed.saving import lacks
 from wellposed.surgery import Edits
 from wellposed.surgery.insertion import scales
@@ -294,17 +292,6 @@ def _xavier(model: nn.Module, seed: int) -> None:
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
-
-
-def with_gray_floor(built: Built, recipe: Recipe) -> Built:
-    """A model whose grayings have the recipe's floors; they are known only when the folder of the run is."""
-    for module in built.model.modules():
-        if isinstance(module, TokenGraying):
-            call: Any = module.recipe_call
-            floor = recipe.gray_floor if call.index is None else recipe.edits[call.index].get("floor")
-            if floor is not None:
-                module.floor = floor
-    return replace(built, edits=surgery.edits(built.model))
 
 
 def _statistics(model: nn.Module, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

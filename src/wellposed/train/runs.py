@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.environment import without_secrets
-from wellposed.files import clear_staged, read_object, write_json
+from wellposed.files import clear_staged, read_object
 from wellposed.models import load_weights, say_weights
 from wellposed.run_records import NAME as LOG
 from wellposed.run_records import read_run
@@ -43,14 +43,14 @@ RECIPE, RESULT, ENVIRONMENT = "recipe.toml", "result.json", "environment.json"
 
 
 def default_folder(recipe: Recipe, without: Collection[str] = ()) -> Path:
-    """The same for equal recipes, so that starting again goes on.
+    """The same for equal recipes, so that the same call resumes.
 
     >>> default_folder(Recipe()) == default_folder(Recipe(workers=0))
     True
 
     Args:
         recipe: of the run.
-        without: fields that the name does not hang on.
+        without: fields that the name does not depend on.
     """
     told = {name: value for name, value in decisive(recipe).items() if name not in without}
     text = json.dumps(told, sort_keys=True, default=str)
@@ -65,12 +65,6 @@ def decisive(recipe: Recipe) -> dict[str, Any]:
     """The fields that decide the result; the others may change when a run goes on."""
     free = {field.name for field in dataclasses.fields(recipe) if field.metadata["free"]}
     return {name: value for name, value in recipe.to_mapping().items() if name not in free}
-
-
-def recipe_before(folder: Path) -> dict[str, Any]:
-    """The fields of the run in the folder; none if there is no run."""
-    file = folder / RECIPE
-    return read_recipe(file) if file.is_file() else {}
 
 
 def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any] | None:
@@ -145,10 +139,6 @@ def _empty(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def write_environment(folder: Path, environment: dict[str, Any]) -> None:
-    write_json(folder / ENVIRONMENT, environment)
 
 
 Named = Literal["initial", "last", "best"]

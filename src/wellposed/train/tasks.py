@@ -34,6 +34,7 @@ from torch.nn import functional
 
 from wellposed.probes.observe import plain
 from wellposed.train.batches import Batch, EvalBatch, EvalBatches
+from wellposed.train.batches.order import slot_positions
 from wellposed.train.distributed import read, total
 from wellposed.train.mae import (
     FixedMask,
@@ -176,7 +177,7 @@ class LinearProbe(Classification):
 class MaskedPretraining:
     """Masks are drawn from (seed, update) and the place in the batch, whoever processes it."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, positions: Tensor | None = None) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, rank: int, world: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(recipe.seed)
             self.module: nn.Module = MaskedAutoencoder(
@@ -189,16 +190,18 @@ class MaskedPretraining:
         self.trunk = model
         self.autoencoder: MaskedAutoencoder = self.module
         self.recipe = recipe
-        self.positions = positions
-        """(passes, images of a pass): this process's positions in a batch; None for all of them."""
+        self.positions = [
+            slot_positions(number * world + rank, world * recipe.accumulate, recipe.batch_size)
+            for number in range(recipe.accumulate)
+        ]
+        """Of this process's images in a batch, for each pass."""
 
     def train_mode(self) -> None:
         self.module.train()
 
     def inputs(self, batch: Batch, update: int, number: int) -> tuple[Tensor, ...]:
         noise = mask_noise(self.recipe.seed, update, self.recipe.batch_size, self.autoencoder.tokens)
-        if self.positions is not None:
-            noise = noise[self.positions[number]]
+        noise = noise[torch.from_numpy(self.positions[number])]
         return batch.images, noise.to(batch.images.device, non_blocking=True)
 
     def loss(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -222,10 +225,11 @@ class MaskedPretraining:
         return encoder_state(weights)
 
 
-def make_task(model: nn.Module, recipe: Recipe, positions: Tensor | None = None) -> Task:
+def make_task(model: nn.Module, recipe: Recipe, rank: int = 0, world: int = 1) -> Task:
+    """The recipe's task for a model, on one of the processes of a run."""
     order_tokens(model)
     if recipe.task == "mae":
-        return MaskedPretraining(model, recipe, positions)
+        return MaskedPretraining(model, recipe, rank, world)
     return LinearProbe(model) if recipe.task == "probe" else Classification(model)
 
 
