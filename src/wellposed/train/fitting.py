@@ -46,7 +46,7 @@ from wellposed.train.mae import MaskedAutoencoder, draw_reconstruction, fixed_ma
 from wellposed.train.optimizer import check_optimizer
 from wellposed.train.parallel import distribute, room_for_programs, without_cudnn_attention
 from wellposed.train.recipe import Recipe
-from wellposed.train.reporter import EndTable, Reporter, tracker_names
+from wellposed.train.reporter import Reporter, tracker_names
 from wellposed.train.resolve import Resolved, resolve
 from wellposed.train.runs import ENVIRONMENT, default_folder, open_folder
 from wellposed.train.tasks import Task, make_task
@@ -164,13 +164,17 @@ def _train(resolved: Resolved, accelerator: "Accelerator", folder: Path, console
             environment=about,
         )
 
-        def counts() -> dict[str, int]:
-            # Streamed images that cannot be read are found as training goes.
-            return {"train_images": train.images, "test_images": test.images}
-
         def export(name: str, weights: Weights) -> None:
-            of_them = {field: value for field, value in weights._asdict().items() if field != "state"}
-            export_weights(folder / name, weights.state, replace(exported, **of_them, **counts()))
+            of_them = replace(
+                exported,
+                accuracy=weights.accuracy,
+                update=weights.update,
+                edits=weights.edits,
+                note=weights.note,
+                train_images=train.images,
+                test_images=test.images,
+            )
+            export_weights(folder / name, weights.state, of_them)
 
         store = Store(folder / "checkpoints", recipe.keep)
         module = distribute(task.module, task.trunk, recipe, device)
@@ -180,10 +184,11 @@ def _train(resolved: Resolved, accelerator: "Accelerator", folder: Path, console
         if found:
             loop.resume(checkpoint)
 
-        rows = {
+        rows: dict[str, Any] = {
             "parameters": sum(parameter.numel() for parameter in built.model.parameters()),
             "edits": str(built.edits),
-            **counts(),
+            "train_images": train.images,
+            "test_images": test.images,
             "placement": train.placement,
             "device": str(device),
             "processes": world(),
@@ -216,9 +221,10 @@ def _train(resolved: Resolved, accelerator: "Accelerator", folder: Path, console
                     _draw(folder, task, images, resolved)
                     _keep_graying(folder, recipe, data, reporter)
                 reporter.event("finished", update=loop.progress.update)
-            reporter.about |= counts()
+            # Streamed images that cannot be read are found as training goes.
+            reporter.about |= {"train_images": train.images, "test_images": test.images}
             summary = reporter.write_result(about) | {"status": status}
-            table: EndTable = reporter.table()
+            table = reporter.table()
     wait_for_all()  # what the first process writes is there when any of them returns
     if is_first():
         console.print(table)

@@ -1,8 +1,6 @@
-"""The folder of a run: its name, and whether what is in it can go on.
+"""The folder of a run: its name, whether what is in it can be resumed, and its weights as a model again.
 
-The weights of a run as a model again, with its edits, and some of its own test images.
-
-A run has several: those it started from, its checkpoints, the last ones and the best. ::
+A run has several weights: those it started from, its checkpoints, the last ones and the best. ::
 
     run = open_run("runs/first")
     diagnosis = wellposed.diagnose(run.model("best"), run.images)
@@ -52,8 +50,8 @@ def default_folder(recipe: Recipe, without: Collection[str] = ()) -> Path:
         recipe: of the run.
         without: fields that the name does not depend on.
     """
-    told = {name: value for name, value in decisive(recipe).items() if name not in without}
-    text = json.dumps(told, sort_keys=True, default=str)
+    chosen = {name: value for name, value in decisive(recipe).items() if name not in without}
+    text = json.dumps(chosen, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     kind, colon, rest = recipe.data.removeprefix("torchvision:").partition(":")
     data = kind if colon and kind not in ("packed", "hf", "wds", "folder") else Path(rest or kind).stem
@@ -149,8 +147,8 @@ IMAGES = 32
 _WRITTEN = ("best", "last")
 _CONFIG = "config.json"
 _WHEN = (
-    "A run writes its best weights with its checkpoints and its last ones when it ends: start it again, it "
-    "goes on."
+    "A run writes its best weights with its checkpoints and its last ones when it ends; the same command "
+    "resumes it."
 )
 
 
@@ -343,8 +341,8 @@ def _require_own(file: Path) -> None:
     if not (file.parent / _CONFIG).is_file():
         return
     with _fields_of(file.parent):
-        told = _config(file.parent)["wellposed"].get("sha256")
-    if told is not None and told != file_hash(file):
+        said = _config(file.parent)["wellposed"].get("sha256")
+    if said is not None and said != file_hash(file):
         raise ValueError(
             f"expected the weights that the run wrote, {file} holds others (its SHA-256 is not that in "
             f"{_CONFIG}); copy the folder again, or name the file as weights= of a model."
@@ -352,16 +350,16 @@ def _require_own(file: Path) -> None:
 
 
 def _planned_updates(folder: Path) -> int:
-    """Of the whole run, also where it has not come to its end: the schedule of eps hangs on it."""
+    """Of the whole run, also where it has not come to its end: the schedule of eps depends on it."""
     file = folder / "result.json"
     if file.is_file():
         result = read_result(folder)
         if result["finished"]:
             return int(result["updates"])
-    told = [int(line["updates"]) for line in read_run(folder) if line.get("updates")]
-    if not told:
-        raise ValueError(f"expected the number of updates in {folder / LOG}, it is not told there.")
-    return told[-1]
+    planned = [int(line["updates"]) for line in read_run(folder) if line.get("updates")]
+    if not planned:
+        raise ValueError(f"expected the number of updates in {folder / LOG}, which does not have it.")
+    return planned[-1]
 
 
 def _config(weights: Path) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""A linear probe: the head learns on features that stay as they are.
+"""What is trained: a classifier, a masked autoencoder, or a head on a frozen trunk; and how it is tested.
+
+A task knows its loss and nothing of devices, processes or time. ``module`` is what the optimizer sees,
+``trunk`` the timm model in it, which edits, exports and measurements are about.
 
 >>> import timm
 >>> model = timm.create_model("test_vit", img_size=32, num_classes=10)
@@ -7,20 +10,6 @@
 >>> probe_train_mode(model)
 >>> model.blocks.training, model.head.training
 (False, True)
-
-Tokens one after another in memory.
-
-A patch convolution writes channel by channel, and timm's embedding is a transposed view of that. Additions
-keep the order of what they add to, so in a model that joins no class token every block gets tokens whose
-numbers lie far apart: each of its norms gathers them, and compiled ones need a loop over what a GPU could
-read at once.
-
-What is trained: a classifier, a masked autoencoder, or a head on a frozen trunk.
-
-A task knows its loss and nothing of devices, processes or time. ``module`` is what the optimizer sees,
-``trunk`` the timm model in it, which edits, exports and measurements are about.
-
-The test set through the model, on one or many processes.
 """
 
 from collections.abc import Callable
@@ -78,7 +67,13 @@ def probe_train_mode(model: nn.Module) -> None:
 
 
 def order_tokens(model: nn.Module) -> None:
-    """Let patch embeddings return (B, N, D) tokens that lie in this order; values stay the same."""
+    """Let patch embeddings return (B, N, D) tokens that lie in this order; values stay the same.
+
+    A patch convolution writes channel by channel, and timm's embedding is a transposed view of that.
+    Additions keep the order of what they add to, so in a model that joins no class token every block gets
+    tokens whose numbers lie far apart: each of its norms gathers them, and compiled ones need a loop over
+    what a GPU could read at once.
+    """
     for module in model.modules():
         if isinstance(module, PatchEmbed):
             # Before edits that stand after the embedding: they read the tokens too.
