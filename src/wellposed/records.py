@@ -130,13 +130,19 @@ def dtype_name(dtype: object) -> str:
 
 
 _SEQUENCES = ("verdicts", "margins", "samples", "at_least", "curve")
-_COLUMNS = tuple(field.name for field in dataclasses.fields(Record) if field.name not in _SEQUENCES)
+_FIELDS = tuple(field.name for field in dataclasses.fields(Record) if field.name not in _SEQUENCES)
+COLUMNS = (*_FIELDS, "log")
+"""Of a table of records."""
 
 
 def write_csv(records: Iterable[Record], path: str | Path) -> None:
     """One line a record, with ``log``; the samples and curves are in the JSON alone."""
-    rows = ([*(getattr(record, name) for name in _COLUMNS), record.log] for record in records)
-    write_cells(path, [[*_COLUMNS, "log"], *rows])
+    write_cells(path, [list(COLUMNS), *rows(records)])
+
+
+def rows(records: Iterable[Record]) -> list[list[Any]]:
+    """The cells of each record, as :data:`COLUMNS` names them."""
+    return [[*(getattr(record, name) for name in _FIELDS), record.log] for record in records]
 
 
 def to_dict(record: Record) -> dict[str, Any]:
