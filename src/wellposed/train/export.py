@@ -241,9 +241,9 @@ def _is_of_wellposed(name: str) -> bool:
 
 def _without_wellposed(exported: Exported) -> str:
     text = "timm alone builds the model without the edits, which is another function with the same weights. "
-    if any(call.argument("scaled") for call in calls(exported.recipe)):
+    if any(call.argument("scaled") or call.argument("learned") for call in calls(exported.recipe)):
         return text + (
-            "CB_S also has learned scales, which timm has no place for: `load_state_dict(..., strict=False)` "
+            "It also has learned scales, which timm has no place for: `load_state_dict(..., strict=False)` "
             "leaves them out, and `timm.create_model(..., pretrained=True)` refuses the file."
         )
     return (

@@ -56,6 +56,8 @@ def build_model(recipe: Recipe, classes: int, channels: int) -> Built:
     _check_patches(model, recipe)
     if recipe.init == "xavier":
         _xavier(model, recipe.seed)
+    elif recipe.init != "timm":
+        surgery.initialise(model, recipe.init, seed=recipe.seed)
     edits = apply_edits(model, recipe)
     if recipe.start_from is not None:
         notes = start_from(model, recipe.start_from)

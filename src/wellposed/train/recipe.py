@@ -80,9 +80,9 @@ class Recipe:
     patch_size: int | None = _field(None, "Model",
         "side of a patch [default: the model's own, smaller for small images]")
     model_options: dict[str, Any] = _field({}, "Model", "further options for timm, such as depth=6")
-    init: Literal["timm", "xavier"] = _field("timm", "Model",
-        "initial weights: what timm gives, or Xavier's for all linear layers; "
-        "without skips only the latter starts to learn")
+    init: Literal["timm", "xavier", "torch", "mimetic", "skipless"] = _field("timm", "Model",
+        "initial weights: what timm gives, Xavier's for all linear layers, or what wellposed.initialise "
+        "draws for the blocks; with timm's a deep model without skips does not start to learn")
     pretrained: bool = _field(False, "Model", "start from the weights that timm has for the model")
     start_from: str | None = _field(None, "Model",
         "a .safetensors or .pth file, or the folder of a run, whose weights to start from; "
