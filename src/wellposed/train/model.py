@@ -16,6 +16,7 @@ import torch
 from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
+from wellposed import surgery
 from wellposed.anatomy.model import refuse_wrapped
 from wellposed.models import build, describe_weights, say_weights, timm_architecture
 from wellposed.saving import lacks

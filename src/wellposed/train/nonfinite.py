@@ -5,13 +5,12 @@ more, watched: which module's output was the first that is not finite, the norm 
 every parameter and of its gradient, and kappa and density of the model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from wellposed.files import write_json
 from wellposed.probes.nonfinite import is_finite, norm_of, watching_norms
