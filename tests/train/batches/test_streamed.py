@@ -111,7 +111,7 @@ def test_processes_and_passes_together_make_the_same_update(
 def test_a_start_in_the_middle_reads_nothing_before_it(tmp_path: Path) -> None:
     data = files(tmp_path)
     whole = dict(_streamed(data).iterate(0, 4))
-    wanted = {key.image for key in _streamed(data).preparation.order.passes(1)[0].keys()}
+    wanted = {key.image for key in _streamed(data).preparation.order.passes(1)[0].keys}
     for number in set(range(len(data.train))) - wanted:
         Path(data.train.name(number)).unlink()
     ((update, passes),) = _streamed(data).iterate(1, 2)
@@ -179,7 +179,7 @@ def test_what_is_drawn_for_an_image_depends_on_seed_epoch_and_position(tmp_path:
 
 def test_keys_hold_the_place_in_the_epoch(tmp_path: Path) -> None:
     train = _streamed(files(tmp_path), accumulate=2)
-    keys = [key for update in (2, 3) for one in train.preparation.order.passes(update) for key in one.keys()]
+    keys = [key for update in (2, 3) for one in train.preparation.order.passes(update) for key in one.keys]
     assert sorted(key.position for key in keys) == list(range(16))
     assert {key.epoch for key in keys} == {1}
     assert len({key.image for key in keys}) == 16

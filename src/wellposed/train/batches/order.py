@@ -76,7 +76,7 @@ def all_seeded(seed: int, purpose: Purpose, *where: int) -> Iterator[None]:
 
 @contextmanager
 def generators_kept(devices: Sequence[int] | None = None) -> Iterator[None]:
-    """The caller's global generators are afterwards as they were, on the CPU and on ``devices`` (None: all)."""
+    """The caller's generators are afterwards as they were: on the CPU, and on ``devices`` (None: all)."""
     python_before, numpy_before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices):
         try:

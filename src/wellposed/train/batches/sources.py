@@ -254,7 +254,7 @@ class Streamed:
             yield self._loaded(collated)
 
     def take(self, one: Pass) -> Loaded:
-        return self._loaded(together([self.items[key] for key in one.keys()]))
+        return self._loaded(together([self.items[key] for key in one.keys]))
 
     def close(self) -> None:
         self._batches, self._loader = iter(()), None
@@ -295,7 +295,7 @@ class _Keys:
     passes: Iterable[Pass] = ()
 
     def __iter__(self) -> Iterator[list[Key]]:
-        return (one.keys() for one in self.passes)
+        return (one.keys for one in self.passes)
 
 
 T = TypeVar("T")
