@@ -15,7 +15,6 @@ Which kernels of attention a training run may use.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from wellposed.files import write_json
+from wellposed.probes.nonfinite import is_finite, norm_of, watching_norms
 from wellposed.probes.observe import eagerly
 from wellposed.records import AT_LEAST, named_text
 from wellposed.text import aligned
@@ -128,12 +128,15 @@ def explain(
     outputs: dict[str, float] = {}
     losses = []
     for number, batch in enumerate(passes):
-        with eagerly(), _watched(module, outputs):
+        with eagerly(), watching_norms(module) as norms:
             loss = run_pass(number, batch)
+        outputs |= {
+            name: norm for name, norm in norms.outputs.items() if name not in outputs or not is_finite(norm)
+        }
         torch.autograd.backward(loss)
         losses.append(loss.item())
     parameters = {
-        name: {"weight": _norm(value), "gradient": None if value.grad is None else _norm(value.grad)}
+        name: {"weight": norm_of(value), "gradient": None if value.grad is None else norm_of(value.grad)}
         for name, value in module.named_parameters()
     }
     images_finite = [bool(batch.images.isfinite().all()) for batch in passes]
@@ -141,9 +144,9 @@ def explain(
         "update": update,
         "loss": losses,
         "images_finite": all(images_finite),
-        "first_bad_output": next((name for name, norm in outputs.items() if not _is_finite(norm)), None),
+        "first_bad_output": next((name for name, norm in outputs.items() if not is_finite(norm)), None),
         "first_bad_gradient": next(
-            (name for name, norms in parameters.items() if not _is_finite(norms["gradient"] or 0.0)), None
+            (name for name, norms in parameters.items() if not is_finite(norms["gradient"] or 0.0)), None
         ),
         "output_norms": outputs,
         "parameters": parameters,
@@ -162,37 +165,6 @@ def explain(
         write_json(folder / "report.json", report)
         durable.write_bytes(folder / "report.txt", _text(report).encode())
     return _sentence(report)
-
-
-@contextmanager
-def _watched(module: nn.Module, outputs: dict[str, float]) -> Iterator[None]:
-    """Collects the norm of every module's first output, in the order in which they ran."""
-
-    def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def keep(_: nn.Module, __: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) else output
-            if isinstance(first, Tensor) and name not in outputs:
-                outputs[name] = _norm(first)
-
-        return keep
-
-    handles = [part.register_forward_hook(hook(name)) for name, part in module.named_modules() if name]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _norm(x: Tensor) -> float:
-    whole = x.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
-    return float(whole.double().norm())
-
-
-def _is_finite(value: float) -> bool:
-    return abs(value) < float("inf")
 
 
 def _sentence(report: dict[str, Any]) -> str:
