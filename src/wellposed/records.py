@@ -19,6 +19,10 @@ Status = Literal["ok", "at least", "at most", "not converged", "not measured"]
 """``at least`` and ``at most``: the value is a bound, the arithmetic cannot tell more. ``not measured``:
 there is no such quantity here, ``note`` says why."""
 
+VERDICTS = ("holds", "holds trivially", "violated", "cannot tell")
+"""On a bound. Trivially: it is infinite. Cannot tell: of the quantity only a lower bound is known, which lies
+below it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -33,8 +37,7 @@ class Record:
         head: index of the attention head, None for all.
         low, high: quartiles over the images; for an estimate of one image, its error bar.
         bound: what a theorem says the value stays below.
-        verdicts: for how many images (or windows) the bound holds, holds because it is infinite, is
-            violated, cannot be told.
+        verdicts: for how many images (or windows) each of :data:`VERDICTS` is true.
         margins: bound over value, the median and the smallest over the images (or windows) where it is known.
         images: from how many images.
         status: see :data:`Status`.

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wellposed.linalg import KAPPA_LIMIT
-from wellposed.linalg.bounds import VERDICTS
-from wellposed.records import Record, short
+from wellposed.records import VERDICTS, Record, short
 from wellposed.text import aligned
 
 _IN_GRIDS = {

@@ -25,7 +25,7 @@ from wellposed.files import alone_in, write_cells, write_json
 from wellposed.records import short
 from wellposed.run_records import best_accuracy
 from wellposed.text import aligned
-from wellposed.train.reporter import duration, percent, rate
+from wellposed.train.screen import duration, percent, rate
 from wellposed.train.sweep import processes as progress
 from wellposed.train.sweep.plan import Run, plan, write_recipes
 from wellposed.train.sweep.processes import (

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from wellposed.files import parse_json, read_bytes
-from wellposed.train.reporter import duration, percent, rate
+from wellposed.train.screen import duration, percent, rate
 from wellposed.train.sweep.plan import LOG, Run, work, write_recipes
 
 
