@@ -28,8 +28,8 @@ from wellposed.probes.passes import Probe, forward_passes
 from wellposed.records import Record, dtype_name
 
 MOST_PREFIX = 5
-"""Tokens that may come before those of the patches, a class token and four registers, where the model does not
-say how many they are (timm's ``num_prefix_tokens``)."""
+"""Tokens that may come before those of the patches, a class token and four registers, where the model does
+not say how many they are (as timm's ``num_prefix_tokens``)."""
 
 _SIDE = 56  # of the image that is kept, at most
 
