@@ -31,7 +31,7 @@ from wellposed.train.batches.augment import normalised
 from wellposed.train.batches.batch import scale
 from wellposed.train.checkpoint import file_hash
 from wellposed.train.data import decode_readable, open_data
-from wellposed.train.edits import DEVICE_FLOORS
+from wellposed.train.edits import whole
 from wellposed.train.export import WEIGHTS
 from wellposed.train.model import build_model, start_from
 from wellposed.train.optimizer import EpsSchedule
@@ -77,8 +77,13 @@ def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any]
         _empty(folder)
     if file.is_file():
         before, now = decisive(Recipe.from_mapping(read_recipe(file))), decisive(recipe)
-        if recipe.graying in DEVICE_FLOORS and "gray_floor" in now:
-            before.setdefault("gray_floor", now["gray_floor"])  # older versions did not write it
+        earlier = before.get("edits", [])
+        if earlier and len(earlier) == len(recipe.edits):
+            # Older versions wrote them in another form, and no floors.
+            before["edits"] = [
+                {name: new[name] for name in ("floor",) if name in new} | whole(old)
+                for old, new in zip(earlier, recipe.edits, strict=True)
+            ]
         changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         if changed:
             listed = ", ".join(
