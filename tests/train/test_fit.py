@@ -272,7 +272,6 @@ def test_a_folder_of_another_run_is_refused(tmp_path) -> None:
         ({"warmup_epochs": 3.0}, "warmup_epochs must be less than epochs"),
         ({"data": "nowhere"}, "nowhere"),
         ({"limit": 1, "mixup": 0.2}, "training images"),
-        ({"eps_per_block": (0.5,), "graying": "dct", "gray_where": "blocks"}, "one value for each of the 2"),
         ({"task": "mae", "model": "swin_tiny_patch4_window7_224", "model_options": {}}, "needs a plain ViT"),
         ({"model_options": {"widht": 3}}, "widht"),
         ({"device": "tpu"}, "device must be cpu or cuda"),

@@ -37,7 +37,9 @@ DEVICE_FLOORS = ("spectral", "condition")
 
 def parsed(text: str) -> dict[str, Any]:
     """The call that a text means."""
-    name, *pairs = text.split()
+    name, *pairs = text.split() or [""]
+    if not name or "=" in name:
+        raise ValueError(f"expected an edit such as 'gray_tokens eps=0.7', got {text!r}.")
     made: dict[str, Any] = {"edit": name}
     for pair in pairs:
         key, equals, value = pair.partition("=")
