@@ -1,4 +1,4 @@
-"""The edits of a recipe: any call of wellposed's functions, and the fields that older recipes had for them."""
+"""The edits of a recipe: calls of wellposed's functions, and the fields that older recipes had for them."""
 
 import inspect
 import signal
