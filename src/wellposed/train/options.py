@@ -108,12 +108,12 @@ def _edits(texts: Sequence[str]) -> Any:
 
 
 def edits(texts: Sequence[str]) -> dict[str, Any]:
-    """The field of edits such as ``gray_tokens eps=0.7``.
+    """The field of edits such as ``gray_tokens eps=0.7``; nothing if there are none.
 
     >>> edits(["gray_tokens eps=0.9 method=dct"])
     {'edits': ({'edit': 'gray_tokens', 'eps': 0.9, 'method': 'dct'},)}
     """
-    return {"edits": _edits(texts)}
+    return {"edits": _edits(texts)} if texts else {}
 
 
 def parse(name: str, text: str) -> Any:
@@ -123,8 +123,7 @@ def parse(name: str, text: str) -> Any:
         return None
     if get_origin(kind) is not tuple:
         return checked(name, _one(kind, text))
-    parts = [] if text in ("", NONE) else text.split(",")
-    return checked(name, [_one(get_args(kind)[0], part.strip()) for part in parts])
+    return checked(name, [] if text in ("", NONE) else [part.strip() for part in text.split(",")])
 
 
 def _one(kind: Any, text: str) -> Any:
