@@ -46,8 +46,8 @@ def in_float64(x: Tensor) -> Tensor:
 def unit_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers (B,) to divide matrices (B, n, d) by, so that ``dtype`` and that of x hold their squares.
 
-    1 for those of usual size, for zeros and for what is not finite. Else the largest entry, within bounds that
-    leave it and its inverse normal numbers, so subnormal tokens keep their digits.
+    1 for those of usual size, for zeros and for what is not finite. Else the largest entry, within bounds
+    that leave it and its inverse normal numbers, so subnormal tokens keep their digits.
     """
     wide = torch.promote_types(x.dtype, dtype)
     bound = 2.0**100 if wide == torch.float32 else 2.0**900
