@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from wellposed.linalg.bounds import VERDICTS
+from wellposed.records import VERDICTS
 from wellposed.report.charts import LOG_AXIS, Budget, Chart, Missing, Section, columns, finite, most_told
 from wellposed.report.density import NO_HEADS
 from wellposed.report.subjects import Material

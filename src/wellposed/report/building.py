@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.records import Record
+from wellposed.report.attention import attention_section
 from wellposed.report.bounded import bounds_section
 from wellposed.report.charts import Budget, Missing, Section
 from wellposed.report.comparing import comparing_section
@@ -35,6 +36,7 @@ Part = Callable[[Material, Budget], Made]
 _OF_EACH_RUN: tuple[Part, ...] = (
     conditioning_section,
     density_section,
+    attention_section,
     bounds_section,
     jacobian_section,
     training_section,
@@ -48,6 +50,7 @@ def sections(material: Material, budget: Budget) -> tuple[list[Section], list[Mi
         comparing_section,
         conditioning_section,
         density_section,
+        attention_section,
         bounds_section,
         jacobian_section,
         training_section,

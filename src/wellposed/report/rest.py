@@ -6,7 +6,15 @@ from wellposed.report.charts import Budget, Chart, Section, columns, finite
 from wellposed.report.subjects import Material
 
 TITLE = "Other measurements"
-_ELSEWHERE = ("kappa", "entropy", "spectrum", "rank deficient")
+_ELSEWHERE = (
+    "kappa",
+    "entropy",
+    "spectrum",
+    "rank deficient",
+    "image",
+    "attention picture",
+    "attention rollout",
+)
 
 
 def rest_section(material: Material, budget: Budget) -> Section | None:
@@ -52,5 +60,8 @@ def rest_section(material: Material, budget: Budget) -> Section | None:
         spec=None,
         describe="Measurements that no chart shows.",
     )
-    words = ("Ranks of the tokens, extreme singular values of Jacobians, the neural tangent kernel.",)
+    words = (
+        "Ranks, norms and mean of the tokens, spectra of weights, gradients by block, extreme singular "
+        "values of Jacobians, the neural tangent kernel.",
+    )
     return Section(id="rest", title=TITLE, words=words, chart=chart)
