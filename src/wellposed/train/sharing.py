@@ -1,7 +1,7 @@
 """A run on the Hugging Face Hub: its weights with their model card, and the records it was made of."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from wellposed.run_records import NAME as LOG
 from wellposed.train.export import WEIGHTS
@@ -28,7 +28,7 @@ def files_of(folder: str | Path, weights: Literal["best", "last"] = "best") -> d
     if missing:
         why = f"{chosen} has no {missing[0]}" if chosen.is_dir() else f"there is no folder {chosen}"
         raise ValueError(
-            f"expected the folder of a run that has written its {weights} weights, {why}; finish the run with "
+            f"expected the folder of a run that has its {weights} weights, {why}; finish the run with "
             f"wellposed train --out {folder}, or name another."
         )
     here = {name: chosen / name for name in _OF_WEIGHTS}
@@ -60,6 +60,8 @@ def push(
 
     files = files_of(folder, weights)
     client = HfApi() if api is None else api
+    # The Hub's errors are those of the library that it calls the network with.
+    network = cast(tuple[type[Exception], ...], (OSError, *HfHubHTTPError.__bases__))
     try:
         client.create_repo(repo, repo_type="model", private=private, exist_ok=True)
         commit = client.create_commit(
@@ -70,9 +72,9 @@ def push(
         )
     except HFValidationError as error:
         raise ValueError(f"expected a repository such as USER/NAME, got {repo!r}: {error}") from error
-    except (OSError, *HfHubHTTPError.__bases__) as error:  # of the network too, whatever library it is
+    except network as error:
         raise ConnectionError(
-            f"the Hub did not take {repo} ({str(error).splitlines()[0].rstrip('.')}); `hf auth login` stores a "
-            "token, which needs write access to that repository."
+            f"the Hub did not take {repo} ({str(error).splitlines()[0].rstrip('.')}); `hf auth login` stores "
+            "a token, which needs write access to that repository."
         ) from error
     return str(commit.commit_url)
