@@ -47,7 +47,8 @@ class Record:
         tolerance: relative error of the estimator, None where it is not known.
         samples: the value of each image; None where it could not be told.
         at_least: indices of the samples that are lower bounds only.
-        curve: a sequence that is the result itself: a mean spectrum.
+        curve: a sequence that is the result itself: a mean spectrum, or a picture row by row.
+        shape: rows and columns of such a picture.
     """
 
     measure: str
@@ -70,6 +71,7 @@ class Record:
     samples: tuple[float | None, ...] = ()
     at_least: tuple[int, ...] = ()
     curve: tuple[float, ...] = ()
+    shape: tuple[int, ...] = ()
 
     @property
     def log(self) -> float | None:
@@ -129,7 +131,7 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_SEQUENCES = ("verdicts", "margins", "samples", "at_least", "curve")
+_SEQUENCES = ("verdicts", "margins", "samples", "at_least", "curve", "shape")
 _FIELDS = tuple(field.name for field in dataclasses.fields(Record) if field.name not in _SEQUENCES)
 COLUMNS = (*_FIELDS, "log")
 """Of a table of records."""

@@ -1,5 +1,6 @@
 """Measurements on a model and images, as records. They leave the model exactly as they found it."""
 
+from wellposed.probes.attention_pictures import attention_pictures
 from wellposed.probes.bounds import bounds
 from wellposed.probes.collapse import Alarm
 from wellposed.probes.conditioning import conditioning
@@ -24,6 +25,7 @@ __all__ = [
     "Monitor",
     "NonFinite",
     "attention_density",
+    "attention_pictures",
     "bounds",
     "conditioning",
     "diagnose",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from wellposed.anatomy.model import Block, BlockSelection, is_settled, refusal, select
 from wellposed.anatomy.model import blocks as all_blocks
 from wellposed.probes.attention_maps import no_attention
+from wellposed.probes.attention_pictures import attention_pictures
 from wellposed.probes.bounds import bounds as measure_bounds
 from wellposed.probes.collapse import Alarm, alarm, signs
 from wellposed.probes.conditioning import ConditioningProbe
@@ -31,7 +32,9 @@ from wellposed.probes.weight_spectra import weight_spectra
 from wellposed.records import Record
 from wellposed.surgery.undo import edits
 
-What = Literal["conditioning", "density", "tokens", "weights", "gradients", "bounds", "jacobian", "ntk"]
+What = Literal[
+    "conditioning", "density", "tokens", "weights", "gradients", "attention", "bounds", "jacobian", "ntk"
+]
 EVERYTHING: tuple[What, ...] = get_args(What)
 DEFAULT: tuple[What, ...] = ("conditioning", "density", "tokens")
 IN_A_PASS = {"conditioning", "density", "tokens"}
@@ -65,7 +68,8 @@ def diagnose(
         what: ``"conditioning"``: kappa, ranks and spectrum of the tokens at each position of each block;
             ``"density"``: how near attention is to uniform; ``"tokens"``: their norms, outliers and the share
             of their mean; ``"weights"``: kappa and stable rank of the weights; ``"gradients"``: how much of
-            the output's gradient reaches each block, of 4 images; ``"bounds"``: kappa compared with what the
+            the output's gradient reaches each block, of 4 images; ``"attention"``: pictures of what it looks
+            at, of the first image; ``"bounds"``: kappa compared with what the
             paper's propositions say, on 4 images; ``"jacobian"``: extreme singular values of the attention
             and FFN Jacobians of the blocks named (of block 0 if none is), at the first image; ``"ntk"``:
             condition number of the neural tangent kernel of 8 images. None is the first three, ``"all"`` is
@@ -100,9 +104,11 @@ def diagnose(
     found = _blocks(inner, blocks)
     notes: list[str] = []
     asks_for_density = what not in (None, "all")
-    if "density" in chosen and not asks_for_density and all(map(no_attention, found)):
-        notes.append(f"density not measured: {no_attention(found[0])}")
-        chosen = tuple(name for name in chosen if name != "density")
+    if not asks_for_density and all(map(no_attention, found)):
+        for name in ("density", "attention"):
+            if name in chosen:
+                notes.append(f"{name} not measured: {no_attention(found[0])}")
+        chosen = tuple(name for name in chosen if name not in ("density", "attention"))
     records: list[Record] = []
     with _Bar(progress) as bar:
         if IN_A_PASS & set(chosen):
@@ -123,6 +129,9 @@ def diagnose(
         if "gradients" in chosen:
             bar.say("gradients")
             records += gradient_norms(model, batches, blocks=blocks)
+        if "attention" in chosen:
+            bar.say("attention")
+            records += attention_pictures(model, batches, blocks=blocks)
         if "bounds" in chosen:
             bar.say("bounds")
             records += measure_bounds(model, batches, blocks=blocks, strict=chosen == ("bounds",))

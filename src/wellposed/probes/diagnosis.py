@@ -115,6 +115,18 @@ class Diagnosis:
             ) from error
         return pandas.DataFrame(rows(self.records), columns=list(COLUMNS))
 
+    def save_attention(self, path: str | Path, *, block: int | None = None, head: int | None = None) -> None:
+        """A figure of where attention looks, of ``what="attention"``; it needs matplotlib.
+
+        Args:
+            path: of the file, its ending says which kind: PNG, SVG, PDF.
+            block: whose attention; None for rollout through all blocks.
+            head: one of the block's; None for the mean over them.
+        """
+        from wellposed.report.attention import save_attention
+
+        save_attention(self.records, path, block=block, head=head)
+
     def save(self, folder: str | Path) -> None:
         """``diagnosis.csv``, ``.json`` and ``.html`` in a folder, which is made if need be."""
         folder = Path(folder)

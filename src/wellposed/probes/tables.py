@@ -35,6 +35,9 @@ _NOT_SHOWN = (
     "ntk lambda max",
     "ntk lambda min",
     "ntk trace",
+    "image",
+    "attention picture",
+    "attention rollout",
 )
 MOST_PAIRS = 40
 _BLOCK = ("block", "module")

@@ -263,7 +263,15 @@ def _without_spectra(rows: list[tuple[Any, ...]]) -> Section:
 
 
 REST = "Other measurements"
-_ELSEWHERE = ("kappa", "entropy", "spectrum", "rank deficient")
+_ELSEWHERE = (
+    "kappa",
+    "entropy",
+    "spectrum",
+    "rank deficient",
+    "image",
+    "attention picture",
+    "attention rollout",
+)
 
 
 def rest_section(material: Material, budget: Budget) -> Section | None:
@@ -309,7 +317,10 @@ def rest_section(material: Material, budget: Budget) -> Section | None:
         spec=None,
         describe="Measurements that no chart shows.",
     )
-    words = ("Ranks of the tokens, extreme singular values of Jacobians, the neural tangent kernel.",)
+    words = (
+        "Ranks, norms and mean of the tokens, spectra of weights, gradients by block, extreme singular "
+        "values of Jacobians, the neural tangent kernel.",
+    )
     return Section(id="rest", title=REST, words=words, chart=chart)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from wellposed.files import write_text
 from wellposed.records import Record
+from wellposed.report.attention import attention_section
 from wellposed.report.charts import Budget, Chart, Missing, Section, pack, unpacked
 from wellposed.report.comparing import comparing_section
 from wellposed.report.heat_maps import conditioning_section, density_section
@@ -46,6 +47,7 @@ Part = Callable[[Material, Budget], Made]
 _OF_EACH_RUN: tuple[Part, ...] = (
     conditioning_section,
     density_section,
+    attention_section,
     bounds_section,
     jacobian_section,
     training_section,
@@ -59,6 +61,7 @@ def sections(material: Material, budget: Budget) -> tuple[list[Section], list[Mi
         comparing_section,
         conditioning_section,
         density_section,
+        attention_section,
         bounds_section,
         jacobian_section,
         training_section,
