@@ -26,8 +26,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.timing import write
 from wellposed.run_records import read_run
-from wellposed.train.recipe import Recipe
-from wellposed.train.recipe_file import write_recipe
+from wellposed.train.recipe import Recipe, write_recipe
 from wellposed.train.runs import TrainedRun, open_run
 from wellposed.train.sweep import run as sweep
 

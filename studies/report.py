@@ -14,11 +14,10 @@ from studies import compare, figures
 from studies.compare import accuracies, spread
 from studies.study import ROOT, Records, Report, Scale, Study, data_name
 from wellposed.environment import environment
-from wellposed.files import read_object, write_cells, write_text
+from wellposed.files import read_object, write_cells, write_json, write_text
 from wellposed.stats import Claim, Estimate, Verdict, judged
 from wellposed.study_records import SUMMARY, claim_from_dict, claim_to_dict
 from wellposed.text import aligned
-from wellposed.train.log import write_json
 
 AND = " && "
 """Between commands, where data sets have other seeds."""

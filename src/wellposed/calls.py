@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 GRAY = "gray_tokens"
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     GRAY: ("eps", "method", "where", "blocks", "target_kappa", "floor", "rescale", "tolerance", "precision"),
-    "broadcast_context": ("where", "scaled", "init", "blocks"),
+    "broadcast_context": ("where", "scaled", "init", "mean", "difference", "learned", "blocks"),
     "remove_skips": ("which", "blocks", "allow_drop_path"),
     "uniform_heads": ("heads", "blocks"),
     "condition_weights": ("which", "strength", "blocks"),

@@ -12,14 +12,15 @@ import contextlib
 import csv
 import fcntl
 import json
+import math
 import os
 import re
 import stat
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import IO, Any, cast
 
 MOST_BYTES = 2**28
 """Of a text file."""
@@ -86,21 +87,22 @@ def _shallow(parse: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[TextIO]:
-    """A text file to write, which takes the place of ``path`` when the block ends without an error.
+def replacing(path: str | os.PathLike[str], *, binary: bool = False) -> Iterator[IO[Any]]:
+    """A file to write, which takes the place of ``path`` when the block ends without an error.
 
     A kill at any moment leaves the old file or the new one. What is no file, such as ``/dev/stdout``, is
     written directly.
     """
     path = Path(path)
+    form: dict[str, Any] = {"mode": "wb"} if binary else {"mode": "w", "encoding": "utf-8", "newline": ""}
     if path.exists() and not path.is_file():
-        with path.open("w", encoding="utf-8", newline="") as file:
+        with path.open(**form) as file:
             yield file
         return
     path = path.resolve()  # a link stays one
     staged = path.with_name(f".{path.name}.{os.getpid()}{STAGED}")
     try:
-        with staged.open("w", encoding="utf-8", newline="") as file:
+        with staged.open(**form) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -124,6 +126,29 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a whole file, as :func:`replacing`."""
     with replacing(path) as file:
         file.write(text)
+
+
+def write_json(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
+    """Write a JSON object, as :func:`replacing`."""
+    write_text(path, json.dumps(plain(values), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """The value as strict JSON has it; numbers that are not finite become texts.
+
+    >>> plain({"loss": float("nan"), "sizes": (1, 2)})
+    {'loss': 'nan', 'sizes': [1, 2]}
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    # Scalars of numpy and torch.
+    return plain(value.item()) if hasattr(value, "item") else str(value)
 
 
 def write_cells(

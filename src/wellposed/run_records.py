@@ -8,15 +8,25 @@ A run that was killed resumes from its newest checkpoint, a few updates before i
 between stay in the file. The next one, ``{"event": "resume", "update": n}``, says that they no longer count.
 
 The summary is made from the lines alone: so it is the same for a run that was resumed.
+
+>>> import tempfile
+>>> folder = Path(tempfile.mkdtemp())
+>>> log = RunLog(folder / NAME)
+>>> for event, update in [("train", 50), ("train", 100), ("resume", 60), ("train", 80)]:
+...     log.write({"event": event, "update": update})
+>>> [(line["event"], line["update"]) for line in read_run(folder)]
+[('train', 50), ('resume', 60), ('train', 80)]
 """
 
+import json
 import math
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wellposed.files import parse_json, read_bytes
+from wellposed.files import parse_json, plain, read_bytes
 from wellposed.records import AT_LEAST
 
 NAME = "run.jsonl"
@@ -25,6 +35,30 @@ NUMBERS = ("train", "monitor", "test")
 """Events of which the newest of an update counts."""
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class RunLog:
+    """Appends lines. One that a kill has torn is left alone, the next starts on a line of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        size = os.fstat(self._file).st_size
+        self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append a line; after it returns, a kill of the process cannot lose the line."""
+        text = json.dumps(plain(line), allow_nan=False, ensure_ascii=False)
+        left = (("\n" if self._torn else "") + text + "\n").encode()
+        # A full disk may take half of it.
+        self._torn = True
+        while left:
+            left = left[os.write(self._file, left) :]
+        self._torn = False
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
 def read_run(folder: str | Path) -> list[dict[str, Any]]:

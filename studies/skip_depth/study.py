@@ -10,7 +10,7 @@ from studies.recipes import vit
 from studies.skip_ablation.study import ALL, EDITS, LONGER, NO_ATTENTION, NO_FFN
 from studies.study import Records, Report, Scale, Study, Variant, data_name
 from wellposed.stats import Claim
-from wellposed.train.recipe_file import combine
+from wellposed.train.recipe import combine
 
 DEPTHS = (3, 6, 12, 24)
 INITS = ("timm", "xavier")

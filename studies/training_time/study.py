@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.graying import run_steps, usual_steps
+from benchmarks.graying_steps import PLAIN
+from benchmarks.timing import device_name, usual_device
 from studies.figures import Canvas
 from studies.study import Records, Report, Scale, Study, Variant
-from wellposed.bench.graying import run_steps, usual_device, usual_steps
-from wellposed.bench.steps import PLAIN
-from wellposed.bench.timing import device_name
 from wellposed.stats import Claim, one_sample
 
 SVD, DCT = "svd-embedding", "dct-embedding"

@@ -75,7 +75,7 @@ def test_floor_fails_where_the_module_is_made(value, error, message):
 @pytest.mark.parametrize("call", [lambda method: gray(TOKENS, 0.5, method), lambda m: TokenGraying(None, m)])
 def test_method(call, method):
     with pytest.raises(
-        ValueError, match=f"method must be one of spectral, svd, dct, condition, got {method!r}"
+        ValueError, match=f"method must be one of spectral, svd, dct, condition, energy, got {method!r}"
     ):
         call(method)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from reference.spectra import generator
 from wellposed.nn import ContextBroadcast
-from wellposed.nn.functional import broadcast
+from wellposed.nn.functional import broadcast, mix_mean
 
 SHAPES = ((5, 4), (1, 4), (5, 1), (3, 5, 4), (2, 3, 5, 4))
 # Relative to the largest token: one rounding of the dtype; the mean itself is taken in at least float32.
@@ -167,3 +167,54 @@ def test_module_keeps_the_dtype_of_the_tokens(dtype):
     for module in (ContextBroadcast(), ContextBroadcast(4), ContextBroadcast(4, dtype=torch.bfloat16)):
         assert module(x).dtype == dtype
     assert ContextBroadcast(4, dtype=dtype).scale.dtype == dtype
+
+
+FACTORS = [(1.0, 0.5), (2.0, 1.0), (0.5, 0.5), (1.0, 1.0), (0.0, 1.0)]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS.keys(), ids=str)
+@pytest.mark.parametrize("factors", FACTORS, ids=str)
+def test_mean_and_difference_by_the_formula(dtype, factors):
+    x = random(2, 5, 4).to(dtype)
+    a, b = factors
+    mean = x.double().sum(-2, keepdim=True) / 5
+    expected = a * mean + b * (x.double() - mean)
+    for out in (mix_mean(x, a, b), ContextBroadcast(mean=a, difference=b)(x)):
+        assert (out.dtype, out.shape) == (dtype, x.shape)
+        assert (out - expected).abs().max() <= 3 * BOUNDS[dtype] * x.abs().max()
+
+
+def test_factors_a_channel_and_padding():
+    x, a, b = random(2, 5, 4), random(4, seed=1), random(4, seed=2)
+    padding = torch.tensor([[False] * 5, [False, False, False, True, True]])
+    for image, count in ((0, 5), (1, 3)):
+        mean = x[image, :count].mean(0)
+        expected = a * mean + b * (x[image] - mean)
+        torch.testing.assert_close(mix_mean(x, a, b, padding)[image], expected, rtol=0, atol=1e-14)
+    arguments = (x.requires_grad_(), a.requires_grad_(), b.requires_grad_())
+    assert torch.autograd.gradcheck(mix_mean, arguments)
+
+
+def test_learned_factors_start_where_they_are_told_and_learn():
+    x = random(2, 5, 4).float()
+    module = ContextBroadcast(4, mean=1.0, difference=1.0, learned=True)  # FeatScale
+    torch.testing.assert_close(module(x), x, rtol=0, atol=5e-7)
+    assert list(module.state_dict()) == ["mean", "difference"]
+    (module(x) ** 3).sum().backward()
+    assert all((each.grad.abs() > 0).all() for each in module.parameters())
+    learned = ContextBroadcast(4, learned=True)
+    torch.testing.assert_close(learned(x), broadcast(x), rtol=0, atol=5e-7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"mean": float("nan")}, "mean must be a finite number"),
+        ({"difference": "half"}, "difference must be a finite number"),
+        ({"learned": True}, "give channels="),
+        ({"channels": 4, "mean": 2.0}, "factors of its own"),
+    ],
+)
+def test_factors_that_mean_nothing_are_refused(arguments, expected):
+    with pytest.raises(ValueError, match=expected):
+        ContextBroadcast(**arguments)

@@ -264,3 +264,14 @@ def test_an_eps_of_one_number_may_have_another_dtype(method: str) -> None:
     x = torch.randn(2, 4, 5, generator=generator(0))
     given = gray(x, torch.tensor([0.7], dtype=torch.float64), method)
     torch.testing.assert_close(given, gray(x, torch.tensor([0.7]), method), rtol=1e-4, atol=1e-5)
+
+
+def test_energy_has_the_norm_of_graying_and_the_spectrum_of_the_tokens():
+    x = torch.randn(3, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x[2] = 0
+    scaled, grayed = gray(x, 0.5, "energy"), gray(x, 0.5, "svd")
+    norms = [torch.linalg.matrix_norm(each[:2]) for each in (scaled, grayed)]
+    torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
+    kappas = [torch.linalg.cond(each[:2]) for each in (scaled, x)]
+    torch.testing.assert_close(*kappas, rtol=1e-9, atol=0)
+    assert torch.equal(scaled[2], x[2])

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -403,3 +404,50 @@ def test_numbers_of_numpy_are_numbers() -> None:
     (edit,) = wp.remove_skips(model, "ffn", blocks=np.int64(1))
     assert edit.block == 1
     assert len(wp.uniform_heads(model, np.int64(1), blocks=np.array([0, 1]))) == 2
+
+
+def _tiny_vit(**settings: object) -> nn.Module:
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
+    return timm.create_model("vit_tiny_patch16_224", **sizes, **settings).eval()
+
+
+def test_mean_and_difference_as_an_edit() -> None:
+    """Any two factors, fixed or learned; saved, made again, undone; the mean is of all tokens."""
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    model, again, plain = (_tiny_vit() for _ in range(3))
+    for each in (again, plain):
+        each.load_state_dict(model.state_dict())
+    seen: list[torch.Tensor] = []
+    handle = plain.blocks[1].mlp.register_forward_hook(lambda _m, _a, out: seen.append(out))
+    plain(x)
+    handle.remove()
+
+    wp.broadcast_context(model, mean=2.0, difference=0.5, blocks=1)
+    model.blocks[1].mlp.register_forward_hook(lambda _m, _a, out: seen.append(out))
+    wanted = model(x)
+    out, mixed = seen
+    mean = out.double().mean(-2, keepdim=True)
+    torch.testing.assert_close(mixed.double(), 2 * mean + 0.5 * (out - mean), rtol=0, atol=1e-6)
+
+    wp.apply(again, wp.edits(model).to_json())
+    assert torch.equal(again(x), wanted)
+    wp.restore(again)
+    assert torch.equal(again(x), plain(x))
+
+    wp.broadcast_context(again, "attention.end", mean=1.0, difference=1.0, learned=True)  # FeatScale
+    torch.testing.assert_close(again(x), plain(x), rtol=0, atol=1e-5)
+    assert len([name for name, _ in again.named_parameters() if name.endswith((".mean", ".difference"))]) == 4
+    with pytest.raises(ValueError, match="factors of its own"):
+        wp.broadcast_context(plain, scaled=True, mean=2.0)
+
+
+def test_cb_in_the_last_block_of_a_pooled_model_changes_nothing() -> None:
+    """The head sees the mean over the tokens, which CB keeps; with a class token it sees another token."""
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    changes = {}
+    for pooling in ("avg", "token"):
+        model = _tiny_vit(global_pool=pooling, class_token=pooling == "token")
+        before = model(x)
+        wp.broadcast_context(model, blocks=[1])
+        changes[pooling] = (model(x) - before).abs().max().item()
+    assert changes["avg"] < 1e-6 < 1e-3 < changes["token"]

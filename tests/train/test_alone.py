@@ -11,7 +11,7 @@ from short_runs import recipe, run
 from wellposed import files as alone
 from wellposed.train import fitting
 from wellposed.train.loop import Loop
-from wellposed.train.recipe_file import write_recipe
+from wellposed.train.recipe import write_recipe
 from wellposed.train.runs import open_folder
 
 

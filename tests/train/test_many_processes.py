@@ -16,7 +16,7 @@ from distributed_run import FIELDS
 from short_runs import run
 from wellposed.run_records import read_run
 from wellposed.train import Recipe
-from wellposed.train.resolve import make_accelerator
+from wellposed.train.distributed import make_accelerator
 
 TESTS = Path(__file__).parent.parent
 
@@ -108,7 +108,7 @@ def test_a_loss_that_one_process_cannot_tell_stops_all(tmp_path) -> None:
 
 
 def test_the_documented_command_without_a_gpu_is_one_run_on_two_processes(tmp_path) -> None:
-    """As it stands in docs/many-nodes.md: no --device, which is what --device cpu hid."""
+    """As it stands in docs/train.md: no --device, which is what --device cpu hid."""
     folder = tmp_path / "run"
     recipe = ("--epochs", "2", "--limit", "320", "--batch-size", "32", "--out", str(folder))
     said = torchrun("--max-restarts=2", "-m", "wellposed", "train", *recipe)

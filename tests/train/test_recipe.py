@@ -6,7 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import wellposed as wp
+from wellposed.train.model import build_model
 from wellposed.train.recipe import RANGES, Recipe, field_types, kind_of
 
 
@@ -175,3 +178,13 @@ def test_one_start_only(values, says) -> None:
     with pytest.raises(ValueError, match=says):
         Recipe(**values)
     Recipe(task="probe", pretrained=True)
+
+
+@pytest.mark.parametrize("init", ["torch", "mimetic", "skipless"])
+def test_initialisations_of_wellposed_are_those_of_its_function(init) -> None:
+    options = {"embed_dim": 16, "depth": 2, "num_heads": 2}
+    recipe = Recipe(model="vit_tiny_patch16_224", model_options=options, image_size=8, patch_size=4, seed=3)
+    plain = build_model(recipe, classes=3, channels=1).model
+    wp.initialise(plain, init, seed=3)
+    drawn = build_model(dataclasses.replace(recipe, init=init), classes=3, channels=1).model
+    assert all(map(torch.equal, plain.state_dict().values(), drawn.state_dict().values()))

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wellposed.train.recipe import Recipe
-from wellposed.train.recipe_file import combine, read_recipe, recipe_text, write_recipe
+from wellposed.train.recipe import Recipe, combine, read_recipe, recipe_text, write_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FILES = sorted(RECIPES.rglob("*.toml"))

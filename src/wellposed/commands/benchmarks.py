@@ -9,7 +9,7 @@ import typer
 from wellposed.commands.app import REPRODUCE, app, plain_errors
 from wellposed.files import write_text
 from wellposed.train import options
-from wellposed.train.recipe_file import combine
+from wellposed.train.recipe import combine
 
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
 app.add_typer(bench, name="bench", rich_help_panel=REPRODUCE)

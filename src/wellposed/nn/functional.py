@@ -26,9 +26,9 @@ from wellposed.linalg import (
 from wellposed.linalg.precision import without_autocast
 from wellposed.linalg.spectral_plan import DEFAULT_TOLERANCE
 
-Method = Literal["spectral", "svd", "dct", "condition"]
+Method = Literal["spectral", "svd", "dct", "condition", "energy"]
 
-DEFAULT_EPS: dict[Method, float] = {"spectral": 0.7, "svd": 0.7, "dct": 0.95}
+DEFAULT_EPS: dict[Method, float] = {"spectral": 0.7, "svd": 0.7, "dct": 0.95, "energy": 0.7}
 """What the paper found best for each method that has a power."""
 
 
@@ -61,7 +61,9 @@ def gray(
             by matrix products on a GPU, each singular value right to ``tolerance``. ``"svd"`` is the same by
             ``torch.linalg.svd``; it is far slower on a GPU, and ONNX has none. ``"dct"`` is the paper's cheap
             stand-in. ``"condition"`` has no eps: X + s_max U V^T (arXiv 2505.12789), of kappa at most 2. All
-            gradients are finite where singular values repeat or vanish.
+            gradients are finite where singular values repeat or vanish. ``"energy"`` is a control in studies:
+            x times one number a matrix, which gives it the Frobenius norm that ``"spectral"`` would; its
+            spectrum keeps its shape. The gradient takes that number for a constant.
         target_kappa: instead of eps, with ``"spectral"``: each matrix gets the eps that makes its kappa this
             one, or stays as it is if that is smaller already. kappa counts up to 1 / floor. The gradient
             takes the eps found for a constant.
@@ -109,14 +111,26 @@ def gray(
         eps = float(eps)
         if eps == 1 and rescale:
             return x
-    if method == "spectral":
-        return spectral_power(x, eps, rescale=rescale, floor=floor, tolerance=tolerance, precision=precision)
+    if method in ("spectral", "energy"):
+        grayed = spectral_power(
+            x, eps, rescale=rescale, floor=floor, tolerance=tolerance, precision=precision
+        )
+        return grayed if method == "spectral" else _with_norm_of(grayed, x)
     lowest = DEFAULT_FLOOR if floor is None else floor
     if method == "svd":
         return _in_float32(lambda wide: svd_power(wide, eps, rescale=rescale, floor=lowest), x)
     # Where products of 8 bits are asked for, a GPU gives them with 11, at a fraction of the price of 24.
     half = x.is_cuda and (x.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled("cuda"))
     return _in_float32(lambda wide: _gray_dct(wide, eps, rescale=rescale, floor=lowest, half=half), x)
+
+
+def _with_norm_of(like: Tensor, x: Tensor) -> Tensor:
+    """Each matrix of x, scaled to the Frobenius norm that the one of ``like`` has."""
+    with torch.no_grad():
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norms = [torch.linalg.matrix_norm(each.to(wide), keepdim=True) for each in (like, x)]
+        ratio = torch.where(norms[1] > 0, norms[0] / norms[1], 1)
+    return (x * ratio).to(x.dtype)
 
 
 def broadcast(x: Tensor, scale: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
@@ -141,19 +155,52 @@ def broadcast(x: Tensor, scale: Tensor | None = None, padding: Tensor | None = N
     _check_tokens(x)
     if scale is not None:
         _check_scale(scale, x.shape[-1])
-    if padding is not None and padding.shape != x.shape[:-1]:
-        raise ValueError(
-            f"padding must have one entry a token, {tuple(x.shape[:-1])}, got {tuple(padding.shape)}."
-        )
+    _check_padding(padding, x)
     return _in_float32(lambda wide: _broadcast(wide, scale, padding), x)
 
 
-def _broadcast(x: Tensor, scale: Tensor | None, padding: Tensor | None) -> Tensor:
+def mix_mean(
+    x: Tensor, mean: Tensor | float, difference: Tensor | float, padding: Tensor | None = None
+) -> Tensor:
+    r"""Scale the mean of the tokens, and what differs from it, each by its own factor.
+
+    .. math::
+        x_i = m + d_i \;\mapsto\; a\, m + b\, d_i, \qquad m = \frac{1}{N} \sum_j x_j
+
+    Context Broadcasting is a = 1, b = 1/2; CB_S is a = 1 with a learned b; FeatScale is a and b learned.
+
+    Args:
+        x: (..., N, D) tokens, floating point.
+        mean, difference: a and b, each a number, a scalar tensor or (D,).
+        padding: (..., N), True for tokens that do not count in the mean; they are mapped too.
+
+    >>> import torch
+    >>> mix_mean(torch.tensor([[0.0, 2.0], [4.0, 6.0]]), 1.0, 0.5)
+    tensor([[1., 3.],
+            [3., 5.]])
+    """
+    _check_tokens(x)
+    for factor in (mean, difference):
+        if isinstance(factor, Tensor):
+            _check_scale(factor, x.shape[-1])
+    _check_padding(padding, x)
+
+    def mixed(wide: Tensor) -> Tensor:
+        a, b = (each.to(wide.dtype) if isinstance(each, Tensor) else each for each in (mean, difference))
+        return b * wide + (a - b) * _mean(wide, padding)
+
+    return _in_float32(mixed, x)
+
+
+def _mean(x: Tensor, padding: Tensor | None) -> Tensor:
     if padding is None:
-        mean = x.mean(-2, keepdim=True)
-    else:
-        keep = ~padding[..., None]
-        mean = torch.where(keep, x, 0).sum(-2, keepdim=True) / keep.sum(-2, keepdim=True).clamp(min=1)
+        return x.mean(-2, keepdim=True)
+    keep = ~padding[..., None]
+    return torch.where(keep, x, 0).sum(-2, keepdim=True) / keep.sum(-2, keepdim=True).clamp(min=1)
+
+
+def _broadcast(x: Tensor, scale: Tensor | None, padding: Tensor | None) -> Tensor:
+    mean = _mean(x, padding)
     if scale is None:
         return (x + mean) * 0.5
     return torch.lerp(x, mean.expand_as(x), scale.to(x.dtype).expand_as(x))
@@ -245,6 +292,13 @@ def _check_scale(scale: Tensor, channels: int) -> None:
         raise ValueError(
             f"scale must have one value for each of the {channels} channels, "
             f"got shape {tuple(scale.shape)}; the channels are the last axis of x."
+        )
+
+
+def _check_padding(padding: Tensor | None, x: Tensor) -> None:
+    if padding is not None and padding.shape != x.shape[:-1]:
+        raise ValueError(
+            f"padding must have one entry a token, {tuple(x.shape[:-1])}, got {tuple(padding.shape)}."
         )
 
 

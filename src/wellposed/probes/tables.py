@@ -1,18 +1,29 @@
 """Tables of records, as text and as HTML in which a bad condition number is red."""
 
 import html
+import itertools
 import math
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from wellposed.linalg import KAPPA_LIMIT
-from wellposed.linalg.bounds import VERDICTS
-from wellposed.records import Record, short
+from wellposed.records import VERDICTS, Record, short
 from wellposed.text import aligned
 
-_IN_BLOCK_TABLE = ("kappa", "entropy")
+_IN_GRIDS = {
+    "token norm": "norm of the tokens, median over them",
+    "outlier tokens": "the longest token over the median one",
+    "norm kurtosis": "kurtosis of the tokens' norms, 3 for a normal law",
+    "mean share": "of the tokens' square norm, that of their mean",
+    "weight kappa": "condition number of the weights",
+    "weight stable rank": "of the weights, square Frobenius norm over square spectral norm",
+    "gradient norm": "of the output in a fixed direction, by the block's parameters",
+}
+"""Measures with a table of their own, blocks by positions, and what it says under it."""
+_IN_BLOCK_TABLE = ("kappa", "entropy", *_IN_GRIDS)
 _NOT_SHOWN = (
     "rank deficient",
     "effective rank",
@@ -24,8 +35,18 @@ _NOT_SHOWN = (
     "ntk lambda max",
     "ntk lambda min",
     "ntk trace",
+    "image",
+    "attention picture",
+    "attention rollout",
 )
 MOST_PAIRS = 40
+_BLOCK = ("block", "module")
+_NUMBERS = ("kappa", "entropy", "value", "least", "most", "in block")
+"""What titles of columns of numbers begin with; in a table of blocks all but the first two are."""
+TOKEN_MEASURES = ("token norm", "outlier tokens", "norm kurtosis", "mean share")
+
+WIDTH = 80
+"""Columns of a terminal, which captions keep to."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +70,55 @@ def block_table(records: Sequence[Record]) -> Table:
     for block in worst_first:
         cells = [kappas.get((block, position)) for position in positions]
         density = [_four_digits(entropies.get(block))] if entropies else []
-        rows.append((str(block), names[block], *("-" if r is None else r.text() for r in cells), *density))
+        rows.append((str(block), names[block], *map(_text, cells), *density))
         heat.append((None, None, *(None if r is None else _heat(r) for r in cells), *(None for _ in density)))
-    titles = ("block", "module", *(f"kappa {position}" for position in positions))
+    titles = (*_BLOCK, *(f"kappa {position}" for position in positions))
     titles += ("entropy",) if entropies else ()
     said = []
     if kappas:
-        said.append("kappa: condition number of the token matrix, median over the images")
+        said.append("kappa (condition number) of the tokens at each position, median over the images")
     if entropies:
-        said.append("entropy: of the attention rows, 1 is uniform")
-    said.append("the worst block first")
+        said.append("entropy of the attention rows, 1 is uniform")
+    said.append("worst block first")
+    if any(r.status == "at least" for r in kappas.values()):
+        said.append("≥ is a lower bound: float32 resolves no more")
+    if sum(_is_ranked_by_a_bound(block, kappas) for block in names) > 1:
+        said.append("blocks ranked by a bound have no order among them")
     return Table("; ".join(said), titles, tuple(rows), tuple(heat))
+
+
+def token_table(records: Sequence[Record]) -> Table:
+    """Where the tokens of the blocks' outputs are most and least alike, and most and least unequal."""
+    last = {r.block: r.position for r in records if r.position.endswith(".sum")}
+    rows = []
+    for measure in ("outlier tokens", "mean share"):
+        found = [r for r in records if r.measure == measure and r.position == last.get(r.block)]
+        told = sorted((r for r in found if r.value is not None), key=lambda r: r.value or 0.0)
+        if told:
+            ends = (told[0], told[-1])
+            rows.append((measure, *(cell for r in ends for cell in (r.text(), str(r.block)))))
+    titles = ("tokens of the outputs", "least", "in block", "most", "in block")
+    caption = "outlier tokens: the longest over the median one; mean share: of the square norm, the mean's"
+    return Table(caption, titles, tuple(rows), tuple((None,) * len(titles) for _ in rows))
+
+
+def grid_tables(records: Sequence[Record]) -> list[Table]:
+    """For each measure of tokens, weights and gradients, blocks by positions."""
+    tables = []
+    for measure, words in _IN_GRIDS.items():
+        found = {(r.block, r.position): r for r in records if r.measure == measure}
+        if not found:
+            continue
+        positions = list(dict.fromkeys(position for _, position in found))
+        names = {r.block: r.module for r in found.values()}
+        rows = [
+            (str(block), name, *(_text(found.get((block, position))) for position in positions))
+            for block, name in names.items()
+        ]
+        titles = (*_BLOCK, *(position or measure for position in positions))
+        heat = tuple((None,) * len(titles) for _ in rows)
+        tables.append(Table(f"{measure}: {words}", titles, tuple(rows), heat))
+    return tables
 
 
 def rest_table(records: Sequence[Record]) -> Table:
@@ -125,22 +184,56 @@ def without_repeats(pairs: Sequence[Pair]) -> list[Pair]:
         numbers = (a.value, a.samples, a.curve, b.value, b.samples, b.curve)
         block = a.block if a.position.endswith(".skip") else None if a.block is None else a.block - 1
         is_stream = a.position == "input" or a.position.endswith(".skip")
-        if is_stream and numbers in seen.get((a.measure, block), ()):
-            continue
+        is_repeat = is_stream and numbers in seen.get((a.measure, block), ())
         if a.position == "input" or a.position.endswith(".sum"):
             seen.setdefault((a.measure, a.block), set()).add(numbers)
-        kept.append((a, b))
+        if not is_repeat:
+            kept.append((a, b))
     return kept
 
 
 def as_text(table: Table) -> str:
+    """The table for a terminal, in 80 columns for most models."""
     if not table.rows:
         return ""
-    numbers = tuple(
-        i for i, title in enumerate(table.titles) if title.startswith(("kappa", "entropy", "value"))
-    )
-    text = aligned([table.titles, *table.rows], right=numbers)
-    return f"{text}\n{table.caption}" if table.caption else text
+    first = len(_BLOCK) if table.titles[: len(_BLOCK)] == _BLOCK else len(table.titles)
+    numbers = tuple(i for i, title in enumerate(table.titles) if i >= first or title.startswith(_NUMBERS))
+    rows, caption = table.rows, table.caption
+    if "module" in table.titles:
+        at = table.titles.index("module")
+        shared = _shared_path([row[at] for row in rows])
+        rows = tuple((*row[:at], row[at].removeprefix(shared), *row[at + 1 :]) for row in rows)
+        caption = f"modules are in {shared.removesuffix('.')}; {caption}" if shared else caption
+    text = aligned([*_stacked(table.titles), *rows], right=numbers)
+    return f"{text}\n{textwrap.fill(caption, WIDTH)}" if caption else text
+
+
+def _shared_path(names: Sequence[str]) -> str:
+    """What all names begin with, without the last two parts of any.
+
+    >>> _shared_path(["vit.encoder.layer.0", "vit.encoder.layer.1"]), _shared_path(["blocks.0", "blocks.1"])
+    ('vit.encoder.', '')
+    """
+    parts = [name.split(".")[:-2] for name in names]
+    levels = zip(*parts, strict=False)
+    return "".join(f"{level[0]}." for level in itertools.takewhile(lambda level: len({*level}) == 1, levels))
+
+
+def _stacked(titles: Sequence[str]) -> list[tuple[str, ...]]:
+    """Titles of positions in two lines, without the word kappa, which the caption has.
+
+    >>> _stacked(["block", "kappa attention.sum"])
+    [('', 'attention'), ('block', '.sum')]
+    """
+    if not any(title.startswith("kappa ") for title in titles):
+        return [tuple(titles)]
+    cells = []
+    for title in titles:
+        measure, _, position = title.rpartition(" ")
+        role, dot, part = position.rpartition(".")
+        cells.append((role, dot + part) if measure == "kappa" else ("", title))
+    lines = list(zip(*cells, strict=True))
+    return [line for line in lines if any(line)]
 
 
 def as_html(title: str, tables: Sequence[Table], lines: Sequence[str]) -> str:
@@ -178,10 +271,19 @@ def _badness(block: int | None, kappas: dict[tuple[int | None, str], Record]) ->
     return (max(logs, default=0.0), sum(logs), -(block or 0))
 
 
+def _is_ranked_by_a_bound(block: int | None, kappas: dict[tuple[int | None, str], Record]) -> bool:
+    own = [r for (index, _), r in kappas.items() if index == block and r.log is not None]
+    return bool(own) and max(own, key=lambda r: r.log or 0.0).status == "at least"
+
+
 def _heat(record: Record) -> float | None:
     if "kappa" not in record.measure or record.value is None:
         return None
     return min(max(math.log(record.value) / math.log(KAPPA_LIMIT), 0.0), 1.0) if record.value > 0 else None
+
+
+def _text(record: Record | None) -> str:
+    return "-" if record is None else record.text()
 
 
 def _four_digits(record: Record | None) -> str:

@@ -1,13 +1,13 @@
-"""Context Broadcasting in a model's blocks, in place."""
+"""Context Broadcasting in a model's blocks, in place; with other factors also FeatScale and its relatives."""
 
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from wellposed.anatomy.adapters import inner
 from wellposed.anatomy.model import Block, BlockSelection, Place, refuse_wrapped
+from wellposed.anatomy.subclass import inner
 from wellposed.nn import ContextBroadcast
-from wellposed.nn.broadcast import Init
+from wellposed.nn.broadcast import CB, Init, check_factors
 from wellposed.surgery.apply import insert_all
 from wellposed.surgery.choose import choose
 from wellposed.surgery.insertion import Inserted
@@ -27,6 +27,9 @@ def broadcast_context(
     *,
     scaled: bool = False,
     init: Init = "cb",
+    mean: float = CB[0],
+    difference: float = CB[1],
+    learned: bool = False,
     blocks: BlockSelection = None,
     example: Any = None,
 ) -> Edits:
@@ -41,6 +44,10 @@ def broadcast_context(
             block itself is called with. Causal blocks are refused, as the mean would look into the future.
         scaled: CB_S, one learned scale a channel. Make the optimizer after this edit.
         init: where the scale starts: ``"cb"``, or ``"identity"`` for a model already trained.
+        mean, difference: an output y = m + d, m its mean over the tokens, becomes
+            ``mean * m + difference * d``. CB is 1 and 1/2.
+        learned: learn both factors, one of each a channel, from these numbers: FeatScale is
+            ``where="attention.end", mean=1, difference=1, learned=True``. Make the optimizer after this edit.
         blocks: an index, a slice, several indices, or None for every block that has the position.
         example: an input to run a model of one's own on, once, to find its blocks; see
             :func:`wellposed.anatomy.blocks`. Not needed for timm, transformers and torchvision.
@@ -61,6 +68,13 @@ def broadcast_context(
         raise ValueError(f"where must be one of {', '.join(get_args(BroadcastWhere))}, got {where!r}.")
     if init != "cb" and not scaled:
         raise ValueError(f"init={init!r} is for CB_S, got scaled=False; add scaled=True.")
+    check_factors(mean, difference, learned, scaled=scaled)
+
+    def operation(block: Block) -> ContextBroadcast:
+        factors: dict[str, Any] = {"mean": mean, "difference": difference, "learned": learned}
+        if not (scaled or learned):
+            return ContextBroadcast(**factors)
+        return ContextBroadcast(init=init, **factors, **_channels(block, where))
 
     def target(block: Block) -> Place | str:
         return _CAUSAL if block.row.causal else block.place(where)
@@ -68,17 +82,13 @@ def broadcast_context(
     chosen = choose(model, blocks, target, f"{where} broadcasting", example)
     return insert_all(
         model,
-        [
-            (place, Inserted(_operation(block, where, scaled, init), KIND, where, place.layout))
-            for block, place in chosen
-        ],
+        [(place, Inserted(operation(block), KIND, where, place.layout)) for block, place in chosen],
         mixed=[block for block, _ in chosen],
     )
 
 
-def _operation(block: Block, where: BroadcastWhere, scaled: bool, init: Init) -> ContextBroadcast:
-    if not scaled:
-        return ContextBroadcast()
+def _channels(block: Block, where: BroadcastWhere) -> dict[str, Any]:
+    """Number, device and type of the channels at a place of a block."""
     last_linear = block.place("mlp.middle")
     assert isinstance(last_linear, Place)
     owner = inner(last_linear.owner)
@@ -86,9 +96,9 @@ def _operation(block: Block, where: BroadcastWhere, scaled: bool, init: Init) ->
     weight = getattr(owner, "weight", None)
     if not isinstance(width, int) or not isinstance(weight, Tensor):
         raise ValueError(
-            f"expected a linear layer at {last_linear.name}, which tells the number of channels for CB_S, "
-            f"got {type(owner).__name__}; use scaled=False."
+            f"expected a linear layer at {last_linear.name}, whose size is the number of channels that are "
+            f"learned, got {type(owner).__name__}; use scaled=False and learned=False."
         )
     # A quantised layer has integer weights.
     dtype = weight.dtype if weight.is_floating_point() else None
-    return ContextBroadcast(width, init=init, device=weight.device, dtype=dtype)
+    return {"channels": width, "device": weight.device, "dtype": dtype}

@@ -21,15 +21,14 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from wellposed.anatomy.adapters import inner
 from wellposed.anatomy.model import Block, BlockSelection, join_names, no_attention, refuse_wrapped
-from wellposed.anatomy.projection_layers import (
+from wellposed.anatomy.projections import (
     ProjectionLayer,
     head_count,
     output_layer,
     projection_layers,
 )
-from wellposed.anatomy.read_weights import edited_weights
+from wellposed.anatomy.subclass import edited_weights, inner
 from wellposed.surgery.choose import choose
 
 Scheme = Literal["skipless", "mimetic", "torch", "timm", "xavier"]
@@ -83,7 +82,7 @@ def initialise(
     target = _attention if attends else _linear_layers
     chosen = choose(model, blocks, target, f"the {scheme} initialisation", example)
     generator = torch.Generator()
-    generator.manual_seed(torch.default_generator.seed() if seed is None else seed)
+    generator.manual_seed(int(torch.randint(2**63 - 1, ())) if seed is None else seed)
     drawn: list[str] = []
     found: Any
     for block, found in chosen:

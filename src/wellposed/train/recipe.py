@@ -1,24 +1,23 @@
-"""Values of a recipe's fields: do they fit the field's type, and if not, what was expected?
+r"""All that decides a training run, as one typed value, and its file.
 
->>> fitting("lr", 1, float), fitting("graying", "none", Literal["svd", "dct"] | None)
-(1.0, None)
->>> fitting("epochs", "ten", int)
-Traceback (most recent call last):
-TypeError: epochs must be a whole number, got 'ten'.
-
-What a recipe's values must keep to: each field's range, and fields that need or exclude one another.
-
-All that decides a training run, as one typed value.
-
-Every field has a default, can stand in a TOML or YAML file, and is a flag of ``wellposed train``. A field
-that is None is filled in from the data and the model when the run starts; the run's folder holds the recipe
-with all of them filled in.
+Every field has a default, can stand in a TOML file, and is a flag of ``wellposed train``. A field that is
+None is filled in from the data and the model when the run starts; the run's folder holds the recipe with all
+of them filled in.
 
 >>> Recipe(data="cifar10:DIR", model="vit_tiny_patch16_224", graying="dct").eps is None
 True
 >>> Recipe(graying="dtc")
 Traceback (most recent call last):
 ValueError: graying must be one of svd, dct, spectral, condition, got 'dtc'; did you mean 'dct'?
+>>> import tempfile
+>>> path = Path(tempfile.mkdtemp()) / "mine.toml"
+>>> write_recipe(Recipe(epochs=3), path)
+>>> combine(read_recipe(path), {"lr": 1e-4}).epochs
+3
+>>> _ = path.write_text("epoch = 3")
+>>> read_recipe(path)
+Traceback (most recent call last):
+ValueError: ...mine.toml has an unknown field 'epoch'; did you mean 'epochs'?
 """
 
 import dataclasses
@@ -26,16 +25,226 @@ import functools
 import math
 import numbers
 import os
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from wellposed.files import parse_toml, read_bytes, write_text
 from wellposed.text import indices, nearest
 from wellposed.train import edits
 
 NONE = "none"
 """Stands for None where a field may be None, since TOML has no such value, and for an empty list."""
+
+Task = Literal["classify", "mae", "probe"]
+Placement = Literal["auto", "device", "stream"]
+Precision = Literal["fp32", "bf16"]
+OnNonfinite = Literal["stop", "skip", "rollback"]
+TRIVIAL_POLICY = "trivial"
+BroadcastWhere = Literal["mlp.end", "mlp.middle", "mlp.start", "attention.end"]
+
+
+def _field(default: Any, group: str, help: str, *, free: bool = False) -> Any:
+    """A field with the text of its flag; ``free`` ones may differ when a run is resumed."""
+    metadata = {"help": help, "group": group, "free": free}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A training run. See the fields' help, ``wellposed train --help`` or docs/train.md."""
+
+    # fmt: off
+    task: Task = _field("classify", "Task",
+        "classify; mae: masked pre-training; probe: train a linear head on a frozen model")
+
+    data: str = _field("digits", "Data",
+        "digits, torchvision:NAME such as torchvision:CIFAR10, cifar10:DIR, a folder, hf:NAME_OR_PARQUET, "
+        "wds:SHARDS or packed:FILE.npz")
+    placement: Placement = _field("auto", "Data",
+        "device: decode once and keep on the device; stream: decode in workers; auto: device if it fits")
+    workers: int = _field(2, "Data",
+        "processes that decode streamed images; 0 decodes in the training process", free=True)
+    limit: int | None = _field(None, "Data", "train on this many images only")
+    holdout: float = _field(0.1, "Data", "share of the images to test on, where the set has no test split")
+    skip_unreadable: bool = _field(False, "Data", "leave out images that cannot be read, instead of stopping")
+
+    model: str = _field("test_vit", "Model", "a timm name, hf-hub:NAME or local-dir:FOLDER")
+    image_size: int | None = _field(None, "Model",
+        "side of the images in pixels [default: the data's own, else the model's]")
+    patch_size: int | None = _field(None, "Model",
+        "side of a patch [default: the model's own, smaller for small images]")
+    model_options: dict[str, Any] = _field({}, "Model", "further options for timm, such as depth=6")
+    init: Literal["timm", "xavier", "torch", "mimetic", "skipless"] = _field("timm", "Model",
+        "initial weights: what timm gives, Xavier's for all linear layers, or what wellposed.initialise "
+        "draws for the blocks; with timm's a deep model without skips does not start to learn")
+    pretrained: bool = _field(False, "Model", "start from the weights that timm has for the model")
+    start_from: str | None = _field(None, "Model",
+        "a .safetensors or .pth file, or the folder of a run, whose weights to start from; "
+        "a head that does not fit starts fresh")
+    drop_path: float = _field(0.0, "Model", "stochastic depth")
+
+    graying: Literal["svd", "dct", "spectral", "condition"] | None = _field(None, "Edits",
+        "Token Graying, and how")
+    eps: float | None = _field(None, "Edits",
+        "power of the graying, in (0, 1] [default: the paper's, 0.7; dct 0.95]")
+    eps_end: float | None = _field(None, "Edits", "power at the end of training, if it changes")
+    eps_schedule: Literal["linear", "cosine"] = _field("linear", "Edits", "how eps goes to eps_end")
+    eps_per_block: tuple[float, ...] | None = _field(None, "Edits",
+        "with gray_where=blocks: one power for each of gray_blocks")
+    target_kappa: float | None = _field(None, "Edits",
+        "with graying=spectral, instead of eps: the condition number that the tokens of every image get")
+    gray_floor: float | None = _field(None, "Edits",
+        "share of the largest singular value below which the graying is linear, in (0, 1] "
+        "[default: that of the device for spectral and condition, kept by the weights; svd and dct 1e-7]")
+    gray_where: Literal["embedding", "pixels", "blocks"] = _field("embedding", "Edits", "what is grayed")
+    gray_blocks: str | None = _field(None, "Edits",
+        "with gray_where=blocks: indices such as 0,3,8-11 [default: all]")
+    broadcast: Literal["cb", "cb_s"] | None = _field(None, "Edits",
+        "Context Broadcasting, plain or with learned scales")
+    broadcast_where: BroadcastWhere = _field("mlp.end", "Edits", "where the mean token goes in")
+    broadcast_blocks: str | None = _field(None, "Edits", "indices such as 0,3,8-11 [default: all]")
+    remove_skips: Literal["attention", "ffn", "both", "mixer", "local", "all"] | None = _field(None, "Edits",
+        "skip connections to remove")
+    skip_blocks: str | None = _field(None, "Edits",
+        "indices of the blocks that lose them, such as 0,3,8-11 [default: all]")
+    uniform_heads: int = _field(0, "Edits",
+        "heads whose attention is uniform, the first ones of each block")
+    uniform_blocks: str | None = _field(None, "Edits",
+        "indices of the blocks that have them, such as 0,3,8-11 [default: all]")
+    edits: tuple[dict[str, Any], ...] = _field((), "Edits",
+        "any edit, with the arguments of wellposed's function, such as 'gray_tokens eps=0.7 where=pixels'; "
+        "may be repeated. The other options of this group are short forms")
+
+    epochs: int = _field(60, "Optimizer", "passes over the training images")
+    batch_size: int = _field(128, "Optimizer", "images in one update, over all processes")
+    accumulate: int = _field(1, "Optimizer", "passes that one update is split into")
+    optimizer: str = _field("adamw", "Optimizer", "a name of timm's optimizers")
+    lr: float | None = _field(None, "Optimizer",
+        "highest learning rate [default: 0.2 over the model's width, at most 0.003]")
+    weight_decay: float = _field(0.05, "Optimizer", "not for biases and norms")
+    layer_decay: float | None = _field(None, "Optimizer",
+        "factor of the learning rate from each layer to the one before, for fine-tuning")
+    schedule: str = _field("cosine", "Optimizer",
+        "a name of timm's schedules that change with the updates: cosine, tanh, poly, step, ...")
+    warmup_epochs: float | None = _field(None, "Optimizer",
+        "linear warm-up [default: a tenth of the epochs, at most 5]")
+    min_lr: float = _field(1e-5, "Optimizer", "lowest learning rate")
+    clip_grad: float | None = _field(1.0, "Optimizer", "largest norm of the gradient")
+    smoothing: float = _field(0.1, "Optimizer", "label smoothing")
+    ema: float | None = _field(None, "Optimizer",
+        "decay of an exponential moving average of the weights, evaluated beside them")
+
+    flip: float | None = _field(None, "Augmentation",
+        "probability of mirroring [default: 0.5 for photographs, else 0]")
+    crop_padding: int | None = _field(None, "Augmentation",
+        "shift by up to so many pixels [default: an eighth of images of 16 to 64 pixels, else 0]")
+    crop_scale: float | None = _field(None, "Augmentation",
+        "smallest share of the image that a random resized crop keeps "
+        "[default: 0.08 for photographs over 64 pixels, else none]")
+    auto_augment: str | None = _field(None, "Augmentation",
+        "trivial: TrivialAugment, on the device; or timm's name such as rand-m9-mstd0.5, for streamed images")
+    color_jitter: float = _field(0.0, "Augmentation",
+        "strength of random brightness, contrast and saturation")
+    erase: float = _field(0.0, "Augmentation", "probability of erasing a rectangle")
+    mixup: float | None = _field(None, "Augmentation",
+        "alpha of mixup, 0 for none [default: 0.2 to classify, else 0]")
+    cutmix: float = _field(0.0, "Augmentation", "alpha of CutMix, 0 for none")
+    mix_probability: float = _field(1.0, "Augmentation",
+        "share of the updates whose images are mixed, with mixup or cutmix")
+
+    mask_ratio: float = _field(0.75, "MAE", "share of the patches that are hidden")
+    decoder_width: int | None = _field(None, "MAE",
+        "width of the decoder [default: half of the encoder's, in whole heads]")
+    decoder_depth: int = _field(4, "MAE", "blocks of the decoder")
+    norm_pixels: bool = _field(True, "MAE", "predict each patch standardised")
+
+    seed: int = _field(0, "Run", "of everything that is drawn")
+    precision: Precision = _field("fp32", "Run", "fp32, or bf16 autocast")
+    compile: bool | None = _field(None, "Run", "compile the model [default: on a GPU]", free=True)
+    compile_blocks: bool = _field(False, "Run",
+        "compile block by block: equal blocks are compiled once, so that training starts sooner", free=True)
+    device: str | None = _field(None, "Run", "cpu, cuda [default: a GPU if there is one]", free=True)
+    parallel: Literal["ddp", "fsdp2"] = _field("ddp", "Run",
+        "with several processes: replicate or shard the model", free=True)
+    eval_every: int = _field(1, "Run", "epochs between two tests")
+    collapse_patience: int = _field(0, "Run",
+        "end a collapsed run: after so many tests in a row below half of its best accuracy; 0: never")
+    monitor_every: int | None = _field(None, "Run",
+        "updates between two measurements of kappa and density, 0 for none "
+        "[default: 100, or so many that they take 1% of the time]", free=True)
+    log_every: int = _field(50, "Run", "updates between two lines of run.jsonl", free=True)
+    checkpoint_every: int | None = _field(None, "Run",
+        "updates between two checkpoints [default: one an epoch, at most one a minute]", free=True)
+    keep: int = _field(2, "Run", "checkpoints to keep", free=True)
+    trackers: tuple[str, ...] = _field(("auto",), "Run",
+        "auto: tensorboard if it is installed; else names of Accelerate's trackers: wandb, mlflow, ...; none",
+        free=True)
+    on_nonfinite: OnNonfinite = _field("stop", "Run",
+        "what a NaN or infinite loss or gradient does: stop; skip the update; "
+        "rollback to the last checkpoint and another order of the data", free=True)
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        for name in field_types():
+            object.__setattr__(self, name, checked(name, getattr(self, name)))
+        check_together(self)
+
+    @property
+    def worker_policy(self) -> str | None:
+        """The policy of timm that workers apply to pictures; TrivialAugment is done on the device instead."""
+        return None if self.auto_augment == TRIVIAL_POLICY else self.auto_augment
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], source: str = "the recipe") -> "Recipe":
+        """A recipe of named values; an unknown name is an error that tells the nearest."""
+        require_known(values, source)
+        return cls(**values)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The fields as files hold them: lists for tuples, None left out unless the default is another."""
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "edits" and not value:
+                continue  # folders of runs are named by what is here, also those of versions without it
+            if value is not None:
+                values[field.name] = list(value) if isinstance(value, tuple) else value
+            elif field.default is not None:
+                values[field.name] = NONE
+        return values
+
+
+@functools.cache
+def field_types() -> dict[str, Any]:
+    """The type of each field, in order."""
+    hints = get_type_hints(Recipe)
+    return {field.name: hints[field.name] for field in dataclasses.fields(Recipe)}
+
+
+def checked(name: str, value: Any) -> Any:
+    """One field's value as its type has it, or an error."""
+    if name == "edits":
+        given = () if value in (None, NONE) else value
+        if not isinstance(given, (list, tuple)):
+            raise TypeError(f"edits must be a list, got {given!r}.")
+        return tuple(edits.checked(call, f"edits[{index}]") for index, call in enumerate(given))
+    value = fitting(name, value, field_types()[name])
+    check_value(name, value)
+    return value
+
+
+def require_known(names: Iterable[str], source: str) -> None:
+    """Raise if a name is none of the fields."""
+    for name in names:
+        if name not in field_types():
+            raise ValueError(f"{source} has an unknown field {name!r}{nearest(name, field_types())}")
+
 
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
@@ -231,208 +440,119 @@ def _check_eps_per_block(recipe: "Recipe") -> None:
         )
 
 
-Task = Literal["classify", "mae", "probe"]
-Placement = Literal["auto", "device", "stream"]
-Precision = Literal["fp32", "bf16"]
-OnNonfinite = Literal["stop", "skip", "rollback"]
-TRIVIAL_POLICY = "trivial"
-BroadcastWhere = Literal["mlp.end", "mlp.middle", "mlp.start", "attention.end"]
+_ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
 
 
-def _field(default: Any, group: str, help: str, *, free: bool = False) -> Any:
-    """A field with the text of its flag; ``free`` ones may differ when a run is resumed."""
-    metadata = {"help": help, "group": group, "free": free}
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+def table(values: Mapping[str, Any]) -> str:
+    """One line a value."""
+    return "\n".join(f"{_key(name)} = {value_text(value)}" for name, value in values.items())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """A training run. See the fields' help, ``wellposed train --help`` or docs/train.md."""
-
-    # fmt: off
-    task: Task = _field("classify", "Task",
-        "classify; mae: masked pre-training; probe: train a linear head on a frozen model")
-
-    data: str = _field("digits", "Data",
-        "digits, torchvision:NAME such as torchvision:CIFAR10, cifar10:DIR, a folder, hf:NAME_OR_PARQUET, "
-        "wds:SHARDS or packed:FILE.npz")
-    placement: Placement = _field("auto", "Data",
-        "device: decode once and keep on the device; stream: decode in workers; auto: device if it fits")
-    workers: int = _field(2, "Data",
-        "processes that decode streamed images; 0 decodes in the training process", free=True)
-    limit: int | None = _field(None, "Data", "train on this many images only")
-    holdout: float = _field(0.1, "Data", "share of the images to test on, where the set has no test split")
-    skip_unreadable: bool = _field(False, "Data", "leave out images that cannot be read, instead of stopping")
-
-    model: str = _field("test_vit", "Model", "a timm name, hf-hub:NAME or local-dir:FOLDER")
-    image_size: int | None = _field(None, "Model",
-        "side of the images in pixels [default: the data's own, else the model's]")
-    patch_size: int | None = _field(None, "Model",
-        "side of a patch [default: the model's own, smaller for small images]")
-    model_options: dict[str, Any] = _field({}, "Model", "further options for timm, such as depth=6")
-    init: Literal["timm", "xavier"] = _field("timm", "Model",
-        "initial weights: what timm gives, or Xavier's for all linear layers; "
-        "without skips only the latter starts to learn")
-    pretrained: bool = _field(False, "Model", "start from the weights that timm has for the model")
-    start_from: str | None = _field(None, "Model",
-        "a .safetensors or .pth file, or the folder of a run, whose weights to start from; "
-        "a head that does not fit starts fresh")
-    drop_path: float = _field(0.0, "Model", "stochastic depth")
-
-    graying: Literal["svd", "dct", "spectral", "condition"] | None = _field(None, "Edits",
-        "Token Graying, and how")
-    eps: float | None = _field(None, "Edits",
-        "power of the graying, in (0, 1] [default: the paper's, 0.7; dct 0.95]")
-    eps_end: float | None = _field(None, "Edits", "power at the end of training, if it changes")
-    eps_schedule: Literal["linear", "cosine"] = _field("linear", "Edits", "how eps goes to eps_end")
-    eps_per_block: tuple[float, ...] | None = _field(None, "Edits",
-        "with gray_where=blocks: one power for each of gray_blocks")
-    target_kappa: float | None = _field(None, "Edits",
-        "with graying=spectral, instead of eps: the condition number that the tokens of every image get")
-    gray_floor: float | None = _field(None, "Edits",
-        "share of the largest singular value below which the graying is linear, in (0, 1] "
-        "[default: that of the device for spectral and condition, kept by the weights; svd and dct 1e-7]")
-    gray_where: Literal["embedding", "pixels", "blocks"] = _field("embedding", "Edits", "what is grayed")
-    gray_blocks: str | None = _field(None, "Edits",
-        "with gray_where=blocks: indices such as 0,3,8-11 [default: all]")
-    broadcast: Literal["cb", "cb_s"] | None = _field(None, "Edits",
-        "Context Broadcasting, plain or with learned scales")
-    broadcast_where: BroadcastWhere = _field("mlp.end", "Edits", "where the mean token goes in")
-    broadcast_blocks: str | None = _field(None, "Edits", "indices such as 0,3,8-11 [default: all]")
-    remove_skips: Literal["attention", "ffn", "both", "mixer", "local", "all"] | None = _field(None, "Edits",
-        "skip connections to remove")
-    skip_blocks: str | None = _field(None, "Edits",
-        "indices of the blocks that lose them, such as 0,3,8-11 [default: all]")
-    uniform_heads: int = _field(0, "Edits",
-        "heads whose attention is uniform, the first ones of each block")
-    uniform_blocks: str | None = _field(None, "Edits",
-        "indices of the blocks that have them, such as 0,3,8-11 [default: all]")
-    edits: tuple[dict[str, Any], ...] = _field((), "Edits",
-        "any edit, with the arguments of wellposed's function, such as 'gray_tokens eps=0.7 where=pixels'; "
-        "may be repeated. The other options of this group are short forms")
-
-    epochs: int = _field(60, "Optimizer", "passes over the training images")
-    batch_size: int = _field(128, "Optimizer", "images in one update, over all processes")
-    accumulate: int = _field(1, "Optimizer", "passes that one update is split into")
-    optimizer: str = _field("adamw", "Optimizer", "a name of timm's optimizers")
-    lr: float | None = _field(None, "Optimizer",
-        "highest learning rate [default: 0.2 over the model's width, at most 0.003]")
-    weight_decay: float = _field(0.05, "Optimizer", "not for biases and norms")
-    layer_decay: float | None = _field(None, "Optimizer",
-        "factor of the learning rate from each layer to the one before, for fine-tuning")
-    schedule: str = _field("cosine", "Optimizer",
-        "a name of timm's schedules that change with the updates: cosine, tanh, poly, step, ...")
-    warmup_epochs: float | None = _field(None, "Optimizer",
-        "linear warm-up [default: a tenth of the epochs, at most 5]")
-    min_lr: float = _field(1e-5, "Optimizer", "lowest learning rate")
-    clip_grad: float | None = _field(1.0, "Optimizer", "largest norm of the gradient")
-    smoothing: float = _field(0.1, "Optimizer", "label smoothing")
-    ema: float | None = _field(None, "Optimizer",
-        "decay of an exponential moving average of the weights, evaluated beside them")
-
-    flip: float | None = _field(None, "Augmentation",
-        "probability of mirroring [default: 0.5 for photographs, else 0]")
-    crop_padding: int | None = _field(None, "Augmentation",
-        "shift by up to so many pixels [default: an eighth of images of 16 to 64 pixels, else 0]")
-    crop_scale: float | None = _field(None, "Augmentation",
-        "smallest share of the image that a random resized crop keeps "
-        "[default: 0.08 for photographs over 64 pixels, else none]")
-    auto_augment: str | None = _field(None, "Augmentation",
-        "trivial: TrivialAugment, on the device; or timm's name such as rand-m9-mstd0.5, for streamed images")
-    color_jitter: float = _field(0.0, "Augmentation",
-        "strength of random brightness, contrast and saturation")
-    erase: float = _field(0.0, "Augmentation", "probability of erasing a rectangle")
-    mixup: float | None = _field(None, "Augmentation",
-        "alpha of mixup, 0 for none [default: 0.2 to classify, else 0]")
-    cutmix: float = _field(0.0, "Augmentation", "alpha of CutMix, 0 for none")
-    mix_probability: float = _field(1.0, "Augmentation",
-        "share of the updates whose images are mixed, with mixup or cutmix")
-
-    mask_ratio: float = _field(0.75, "MAE", "share of the patches that are hidden")
-    decoder_width: int | None = _field(None, "MAE",
-        "width of the decoder [default: half of the encoder's, in whole heads]")
-    decoder_depth: int = _field(4, "MAE", "blocks of the decoder")
-    norm_pixels: bool = _field(True, "MAE", "predict each patch standardised")
-
-    seed: int = _field(0, "Run", "of everything that is drawn")
-    precision: Precision = _field("fp32", "Run", "fp32, or bf16 autocast")
-    compile: bool | None = _field(None, "Run", "compile the model [default: on a GPU]", free=True)
-    compile_blocks: bool = _field(False, "Run",
-        "compile block by block: equal blocks are compiled once, so that training starts sooner", free=True)
-    device: str | None = _field(None, "Run", "cpu, cuda [default: a GPU if there is one]", free=True)
-    parallel: Literal["ddp", "fsdp2"] = _field("ddp", "Run",
-        "with several processes: replicate or shard the model", free=True)
-    eval_every: int = _field(1, "Run", "epochs between two tests")
-    collapse_patience: int = _field(0, "Run",
-        "end a collapsed run: after so many tests in a row below half of its best accuracy; 0: never")
-    monitor_every: int | None = _field(None, "Run",
-        "updates between two measurements of kappa and density, 0 for none "
-        "[default: 100, or so many that they take 1% of the time]", free=True)
-    log_every: int = _field(50, "Run", "updates between two lines of run.jsonl", free=True)
-    checkpoint_every: int | None = _field(None, "Run",
-        "updates between two checkpoints [default: one an epoch, at most one a minute]", free=True)
-    keep: int = _field(2, "Run", "checkpoints to keep", free=True)
-    trackers: tuple[str, ...] = _field(("auto",), "Run",
-        "auto: tensorboard if it is installed; else names of Accelerate's trackers: wandb, mlflow, ...; none",
-        free=True)
-    on_nonfinite: OnNonfinite = _field("stop", "Run",
-        "what a NaN or infinite loss or gradient does: stop; skip the update; "
-        "rollback to the last checkpoint and another order of the data", free=True)
-    # fmt: on
-
-    def __post_init__(self) -> None:
-        for name in field_types():
-            object.__setattr__(self, name, checked(name, getattr(self, name)))
-        check_together(self)
-
-    @property
-    def worker_policy(self) -> str | None:
-        """The policy of timm that workers apply to pictures; TrivialAugment is done on the device instead."""
-        return None if self.auto_augment == TRIVIAL_POLICY else self.auto_augment
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], source: str = "the recipe") -> "Recipe":
-        """A recipe of named values; an unknown name is an error that tells the nearest."""
-        require_known(values, source)
-        return cls(**values)
-
-    def to_mapping(self) -> dict[str, Any]:
-        """The fields as files hold them: lists for tuples, None left out unless the default is another."""
-        values: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "edits" and not value:
-                continue  # folders of runs are named by what is here, also those of versions without it
-            if value is not None:
-                values[field.name] = list(value) if isinstance(value, tuple) else value
-            elif field.default is not None:
-                values[field.name] = NONE
-        return values
+def value_text(value: Any) -> str:
+    """The value so that a TOML reader gives the same value back, floats bit for bit."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return _string(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{_key(name)} = {value_text(each)}" for name, each in value.items())
+        return f"{{{inside}}}"
+    raise TypeError(f"TOML holds texts, numbers, true and false, lists and tables, got {value!r}.")
 
 
-@functools.cache
-def field_types() -> dict[str, Any]:
-    """The type of each field, in order."""
-    hints = get_type_hints(Recipe)
-    return {field.name: hints[field.name] for field in dataclasses.fields(Recipe)}
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _string(name)
 
 
-def checked(name: str, value: Any) -> Any:
-    """One field's value as its type has it, or an error."""
-    if name == "edits":
-        given = () if value in (None, NONE) else value
-        if not isinstance(given, (list, tuple)):
-            raise TypeError(f"edits must be a list, got {given!r}.")
-        return tuple(edits.checked(call, f"edits[{index}]") for index, call in enumerate(given))
-    value = fitting(name, value, field_types()[name])
-    check_value(name, value)
-    return value
+def _string(text: str) -> str:
+    return f'"{"".join(map(_character, text))}"'
 
 
-def require_known(names: Iterable[str], source: str) -> None:
-    """Raise if a name is none of the fields."""
-    for name in names:
-        if name not in field_types():
-            raise ValueError(f"{source} has an unknown field {name!r}{nearest(name, field_types())}")
+def _character(character: str) -> str:
+    if character in _ESCAPES:
+        return _ESCAPES[character]
+    code = ord(character)
+    if 0xD800 <= code <= 0xDFFF:
+        raise ValueError(
+            f"TOML is UTF-8 text, got the byte {code & 0xFF:#04x} that is none; rename the file."
+        )
+    return f"\\u{code:04x}" if code < 0x20 or code == 0x7F else character
+
+
+MOST_BYTES = 2**22
+SUFFIX = ".toml"
+
+
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """The fields that a file gives, each checked; an error names the file."""
+    path = Path(path)
+    text = _read_text(path)
+    values = _parse_toml(text, path)
+    require_known(values, str(path))
+    return {name: _checked_in_file(name, value, path) for name, value in values.items()}
+
+
+def combine(file_values: Mapping[str, Any], flag_values: Mapping[str, Any]) -> Recipe:
+    """The recipe of a file with flags over it; single ``model_options`` too."""
+    values = {**file_values, **flag_values}
+    options = [each["model_options"] for each in (file_values, flag_values) if each.get("model_options")]
+    if options:
+        values["model_options"] = {name: value for each in options for name, value in each.items()}
+    return Recipe.from_mapping(values)
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """The recipe as TOML, under the groups of the fields."""
+    values = recipe.to_mapping()
+    options = values.pop("model_options")
+    groups: dict[str, dict[str, Any]] = {}
+    for field in dataclasses.fields(recipe):
+        if field.name in values:
+            groups.setdefault(field.metadata["group"], {})[field.name] = values[field.name]
+    parts = [f"# {group}\n{table(fields)}" for group, fields in groups.items()]
+    if options:
+        parts.append(f"[model_options]\n{table(options)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def write_recipe(recipe: Recipe, path: str | Path) -> None:
+    """Write the recipe as TOML; a kill at any moment leaves the old file or the new one."""
+    write_text(path, recipe_text(recipe))
+
+
+def _read_text(path: Path) -> str:
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, expected a recipe; `wellposed sweep` takes folders.")
+    if path.suffix in (".yaml", ".yml"):
+        raise ValueError(f"recipes are TOML, got {path}; write NAME = VALUE for NAME: VALUE in a .toml file.")
+    if path.suffix != SUFFIX:
+        raise ValueError(f"a recipe's name must end in {SUFFIX}, got {path}.")
+    if not path.exists():
+        beside = [other.name for other in path.parent.glob("*") if other.suffix == SUFFIX]
+        raise FileNotFoundError(f"there is no recipe {path}{nearest(path.name, beside)}")
+    try:
+        return read_bytes(path, MOST_BYTES).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path} must be UTF-8 text, got a byte that is none in line {line}.") from error
+    except ValueError as error:
+        raise ValueError(f"expected a recipe in {path}, which cannot be read: {error}.") from error
+
+
+def _parse_toml(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return parse_toml(text)
+    except ValueError as error:
+        said = str(error).replace("end of document", f"the end, line {text.count(chr(10)) + 1}")
+        raise ValueError(f"{path} is not valid TOML: {said}") from error
+
+
+def _checked_in_file(name: str, value: Any, path: Path) -> Any:
+    try:
+        return checked(name, value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from error

@@ -11,8 +11,8 @@ import time
 import pytest
 from rich.console import Console
 
+from wellposed import run_records as run_log
 from wellposed.run_records import NAME, read_run
-from wellposed.train import log as run_log
 from wellposed.train import reporter, screen
 from wellposed.train.recipe import Recipe
 from wellposed.train.reporter import Reporter

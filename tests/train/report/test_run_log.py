@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from wellposed.run_records import NAME, read_run
-from wellposed.train.log import RunLog
+from wellposed.run_records import NAME, RunLog, read_run
 
 
 def write(folder, *lines):
