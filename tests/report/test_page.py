@@ -15,12 +15,9 @@ import report_material as make
 from wellposed.probes.diagnosis import Diagnosis
 from wellposed.records import Record
 from wellposed.report import LIMIT, read_data, read_material, report_page
-from wellposed.report.charts import Budget, Section, picked
-from wellposed.report.conditioning import conditioning_section
-from wellposed.report.density import density_section
-from wellposed.report.packing import pack, unpacked
+from wellposed.report.charts import Budget, Section, pack, picked, thin, unpacked
+from wellposed.report.heat_maps import conditioning_section, density_section
 from wellposed.report.page import LIBRARIES
-from wellposed.report.thinning import thin
 from wellposed.train import Recipe
 from wellposed.train.reporter import Reporter
 

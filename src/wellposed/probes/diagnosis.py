@@ -77,7 +77,7 @@ class Diagnosis:
         title = f"{self.about.get('model', 'model')}{_images(self.about)}"
         lines = [f"edited: {edit}" for edit in self.about.get("edits", [])]
         lines += [f"note: {note}" for note in self.notes]
-        from wellposed.report.notebook import charts_html
+        from wellposed.report.heat_maps import charts_html
 
         return as_html(title, self._tables(), lines) + charts_html(self.records)
 
@@ -91,8 +91,7 @@ class Diagnosis:
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The report as a page that opens offline; written to a file too if ``path`` names one."""
-        from wellposed.report.building import diagnosis_page
-        from wellposed.report.page import write
+        from wellposed.report.page import diagnosis_page, write
 
         page = diagnosis_page(self.records, self.about)
         if path is not None:

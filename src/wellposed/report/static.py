@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from wellposed.report.building import sections
 from wellposed.report.charts import Budget, Section, colour_range, distinct
-from wellposed.report.conditioning import sorted_positions
+from wellposed.report.heat_maps import sorted_positions
+from wellposed.report.page import sections
 from wellposed.report.subjects import Material
 from wellposed.report.training import FEW
 
