@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from timm.models import _registry
 from torch.optim import optimizer
 
-from wellposed.anatomy.families import BLOCKS, EMBEDDINGS
+from wellposed.anatomy.table import BLOCKS, EMBEDDINGS
 
 TABLES = (BLOCKS, EMBEDDINGS, _registry._model_entrypoints, optimizer._global_optimizer_post_hooks)
 

@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -206,12 +207,22 @@ def test_a_packed_set_of_an_unknown_compression(tmp_path: Path) -> None:
         open_data(f"packed:{path}", holdout=0.1, seed=0)
 
 
-def test_an_idx_file_that_unpacks_to_gigabytes(tmp_path: Path) -> None:
-    with gzip.open(tmp_path / "train-images-idx3-ubyte.gz", "wb") as file:
+def test_an_idx_file_that_unpacks_to_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchvision unpacks no archive whose MD5 sum is not the original's."""
+
+    def no_network(*_: Any) -> None:
+        raise URLError("no network")
+
+    monkeypatch.setattr("torchvision.datasets.utils._urlretrieve", no_network)
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    with gzip.open(raw / "train-images-idx3-ubyte.gz", "wb") as file:
         for _ in range(300):
             file.write(bytes(2**20))
-    with pytest.raises(ValueError, match=r"expected at most 268,435,456 bytes in .*train-images"):
-        open_data(f"fashion-mnist:{tmp_path}", holdout=0.1, seed=0)
+    for spec in (f"fashion-mnist:{tmp_path}", f"torchvision:FashionMNIST:{tmp_path}"):
+        with pytest.raises(ValueError, match=f"torchvision cannot open FashionMNIST in {tmp_path}: "):
+            open_data(spec, holdout=0.1, seed=0)
+    assert [path.name for path in raw.iterdir()] == ["train-images-idx3-ubyte.gz"]
 
 
 def test_a_tar_with_a_giant_header(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ import own_model
 from benchmarks.__main__ import app_of
 from clean_tables import restored_tables
 from docs_blocks import PAGES, ROOT, Block, all_blocks, commands, wellposed_words
+from studies.__main__ import app as studies_app
+from studies.study import get as get_study
 from wellposed.cli import app
 from wellposed.models import build
 
@@ -142,6 +144,10 @@ def check_command(words: list[str]) -> None:
         assert wanted <= EXTRAS, f"{wanted - EXTRAS} of pyproject.toml"
     elif words[:3] == ["python", "-m", "benchmarks"]:
         typer.main.get_command(app_of(words[3])).make_context(words[3], words[4:])
+    elif words[:3] == ["python", "-m", "studies"]:
+        context = typer.main.get_command(studies_app).make_context("studies", words[3:])
+        for name in context.params["name"] or ():
+            assert name in ("all", "NAME") or get_study(name)
     for word in words[1:]:
         if re.match(r"(examples|benchmarks|recipes)/", word):
             assert (ROOT / word).exists(), f"there is no {word}"
@@ -219,9 +225,10 @@ def test_diagnose_commands_run_on_a_smaller_model(
         assert (Path(line[line.index("--out") + 1]) / "diagnosis.json").exists()
 
 
+_LISTED = ["python", "-m", "studies"]
 REPORTS = _lines(
     lambda block, words: (
-        (words[1:2] == ["report"] or "--report-only" in words or words == ["wellposed", "study"])
+        (words[:2] == ["wellposed", "report"] or "--report-only" in words or words == _LISTED)
         and not block.runs
     )
 )
@@ -230,30 +237,37 @@ REPORTS = _lines(
 @pytest.mark.parametrize("words", REPORTS)
 def test_report_commands_run(words: list[str], two_runs: Path, readers_folder: Path) -> None:
     """On two runs of one epoch, a diagnosis, and the records of a study that are in the repository."""
-    for folder in ("try/skips", "runs/study/skip-ablation-small"):
-        shutil.copytree(ROOT / "results" / "studies" / "skip-ablation-small", folder)
+    for folder in ("try/skips", "studies/skip_ablation/small"):
+        shutil.copytree(ROOT / "studies" / "skip_ablation" / "small", folder)
     if any(word in words for word in ("runs/plain", "RUN_OR_DIAGNOSIS...")):
         for name in ("plain", "grayed"):
             shutil.copytree(two_runs / name, Path("runs") / name)
         shutil.copytree(two_runs / "diagnosed", "diagnosed")
-    line = [word.replace("RUN_OR_DIAGNOSIS...", "runs/plain") for word in words[1:]]
-    result = CliRunner().invoke(app, line, catch_exceptions=False)
+    line = [word.replace("RUN_OR_DIAGNOSIS...", "runs/plain") for word in words]
+    result = invoked(line)
     assert result.exit_code == 0, f"{' '.join(words)}\n{result.output}"
 
 
-# The other studies are run in tests/study; what they train here would take hours.
-STUDIES = _lines(lambda block, words: {"study", "density", "digits"} <= {*words})
-STUDIES_OF_ONE_SEED = {tuple(with_one_seed(each.values[0][1:])) for each in STUDIES}
+def invoked(words: list[str]) -> Any:
+    """A line of wellposed's, or of the studies'."""
+    if words[:3] == _LISTED:
+        return CliRunner().invoke(studies_app, words[3:], catch_exceptions=False)
+    return CliRunner().invoke(app, words[1:], catch_exceptions=False)
+
+
+# The other studies are run in tests/studies; what they train here would take hours.
+STUDIES = _lines(lambda block, words: words[:3] == _LISTED and {"density", "digits"} <= {*words})
+STUDIES_OF_ONE_SEED = {tuple(with_one_seed(each.values[0])) for each in STUDIES}
 
 
 @pytest.mark.parametrize("words", sorted(STUDIES_OF_ONE_SEED), ids=" ".join)
 def test_study_commands_run_on_a_few_images(words: tuple[str, ...], readers_folder: Path) -> None:
-    line = list(words)
+    line = [*words, "--out", "records"]
     for name, value in {**_FEW, "limit": 64, "batch_size": 32}.items():
         line += ["--set", f"{name}={value}"]
-    result = CliRunner().invoke(app, line, catch_exceptions=False)
+    result = invoked(line)
     assert result.exit_code == 0, f"{' '.join(words)}\n{result.output}"
-    assert list(Path("runs/study").glob("*/table.csv"))
+    assert Path("records/table.csv").is_file()
 
 
 def _parse(line: list[str]) -> None:
@@ -276,6 +290,7 @@ def test_the_checks_can_fail(readers_folder: Path) -> None:
         "wellposed train --graying sdv",
         "torchrun --nproc-per-node 8 -m wellposed train --epoch 3",
         "python -m benchmarks graying --token 3",
+        "python -m studies densiti",
         "python examples/none.py",
         "make cake",
         "pip install .[transformer,datasets]",

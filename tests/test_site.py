@@ -22,7 +22,6 @@ DOCUMENTED = {
     "wellposed.linalg": ("api/linalg.html",),
     "wellposed.probes": ("api/probes.html",),
     "wellposed.train": ("api/train.html",),
-    "wellposed.study": ("api/study.html",),
     "wellposed.report": ("api/report.html",),
     "wellposed.anatomy": ("api/anatomy.html",),
 }

@@ -1,7 +1,8 @@
 """The repository's other files in the site, so that a link which works on GitHub works here.
 
-README, CONTRIBUTING and CHANGELOG become pages, scripts and recipes become pages with their source, and what
-was measured (``results/``) is copied. A relative link to any of these is turned to where it went.
+README, CONTRIBUTING, CHANGELOG and the studies' READMEs become pages, scripts and recipes become pages with
+their source, and what was measured (``results/``, and the studies' files) is copied. A relative link to any
+of these is turned to where it went.
 """
 
 import posixpath
@@ -17,9 +18,13 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "results/studies/README.md": "results/studies/index.md",
 }
-SOURCES = {"examples": "*.py", "benchmarks": "*.py", "recipes": "**/*.toml"}
+STUDIES = "studies"
+PAGES |= {
+    path.relative_to(ROOT).as_posix(): path.relative_to(ROOT).with_name("index.md").as_posix()
+    for path in sorted((ROOT / STUDIES).glob("*/README.md"))
+}
+SOURCES = {"examples": "*.py", "benchmarks": "*.py", "recipes": "**/*.toml", STUDIES: "*/*.py"}
 TEXTS = ("LICENSE", "CITATION.cff", "Makefile", "mkdocs.yml")
 RESULTS = "results"
 
@@ -33,12 +38,14 @@ def site_path(path: str) -> str | None:
         return PAGES[path]
     if path == RESULTS:
         return f"{RESULTS}/index.md"
+    if path == STUDIES:
+        return f"{STUDIES}.md"
     folder, _, inside = path.partition("/")
     if folder == "docs":
         return inside
-    if folder in SOURCES and inside:
+    if folder in SOURCES and path.endswith((".py", ".toml")):
         return posixpath.splitext(path)[0] + ".md"
-    return path if folder == RESULTS or path in TEXTS else None
+    return path if folder in (RESULTS, STUDIES) or path in TEXTS else None
 
 
 def turned(markdown: str, source: str, page: str) -> str:
@@ -83,8 +90,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _results() -> Iterator[str]:
-    for file in sorted((ROOT / RESULTS).rglob("*")):
-        if file.is_file() and file.suffix != ".md":
+    for file in sorted([*(ROOT / RESULTS).rglob("*"), *(ROOT / STUDIES).glob("*/*/*")]):
+        if file.is_file() and file.suffix not in (".md", ".pyc"):
             yield file.relative_to(ROOT).as_posix()
 
 

@@ -20,7 +20,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import IO, Any, cast
 
 MOST_BYTES = 2**28
 """Of a text file."""
@@ -87,21 +87,22 @@ def _shallow(parse: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[TextIO]:
-    """A text file to write, which takes the place of ``path`` when the block ends without an error.
+def replacing(path: str | os.PathLike[str], *, binary: bool = False) -> Iterator[IO[Any]]:
+    """A file to write, which takes the place of ``path`` when the block ends without an error.
 
     A kill at any moment leaves the old file or the new one. What is no file, such as ``/dev/stdout``, is
     written directly.
     """
     path = Path(path)
+    form: dict[str, Any] = {"mode": "wb"} if binary else {"mode": "w", "encoding": "utf-8", "newline": ""}
     if path.exists() and not path.is_file():
-        with path.open("w", encoding="utf-8", newline="") as file:
+        with path.open(**form) as file:
             yield file
         return
     path = path.resolve()  # a link stays one
     staged = path.with_name(f".{path.name}.{os.getpid()}{STAGED}")
     try:
-        with staged.open("w", encoding="utf-8", newline="") as file:
+        with staged.open(**form) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -36,22 +36,26 @@ def decode(piece: "str | os.PathLike[str] | Image.Image", mode: str, any_depth: 
         require_regular(piece)
         with Image.open(piece) as opened:
             return decode(opened, mode, any_depth)
-    require_picture(piece)
+    require_picture(piece, any_depth)
     if piece.mode.startswith("I;16"):  # Pillow would clip it at 255
         return Image.fromarray((np.asarray(piece) >> 8).astype(np.uint8)).convert(mode)
-    if piece.mode in ("I", "F"):
-        if any_depth:
-            return piece.copy()
-        raise ValueError(f"the range of its values, of mode {piece.mode}, is not known; pass transform=")
-    return piece.convert(mode)
+    return piece.copy() if piece.mode in ("I", "F") else piece.convert(mode)
 
 
-def require_picture(piece: Image.Image) -> None:
-    """Raise for a line of pixels: with the shorter side as long as a model's it would fill the memory."""
+def require_picture(piece: Image.Image, any_depth: bool = False) -> None:
+    """Raise for what the header shows to be no picture of 8 or 16 bits.
+
+    A line of pixels would fill the memory once its shorter side is as long as a model's images.
+    """
     shorter, longer = sorted(piece.size)
     if longer > LONGEST * shorter:
         raise ValueError(
             f"one side is more than {LONGEST} times as long as the other, {piece.size[0]} x {piece.size[1]}"
+        )
+    if piece.mode in ("I", "F") and not any_depth:
+        raise ValueError(
+            f"the range of its values, of mode {piece.mode}, is not known; save it with 8 bits, or pass "
+            "transform= where there is one"
         )
 
 

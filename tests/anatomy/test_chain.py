@@ -8,8 +8,8 @@ from torch import nn
 
 import wellposed as wp
 from wellposed.anatomy import Add, BlockRow, after, blocks, taps, teach, verify
-from wellposed.anatomy.families import BLOCKS, EMBEDDINGS
 from wellposed.anatomy.seam import close_seam, is_seamed, joins, open_seam
+from wellposed.anatomy.table import BLOCKS, EMBEDDINGS
 from zoo import BY_NAME, CASES, Case, each_kind, every_family, output
 
 

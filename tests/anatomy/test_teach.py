@@ -11,7 +11,7 @@ from torch import nn
 import wellposed as wp
 from own_model import OwnBlock, OwnModel, OwnPatches
 from wellposed.anatomy import Add, BlockRow, EmbeddingRow, after, families, taps, teach, verify
-from wellposed.anatomy.families import BLOCKS, EMBEDDINGS
+from wellposed.anatomy.table import BLOCKS, EMBEDDINGS
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import wellposed as wp
 from wellposed.anatomy import Add, BlockRow, after, taps, teach
-from wellposed.anatomy.families import BLOCKS
+from wellposed.anatomy.table import BLOCKS
 from zoo import families, output
 
 CALLS: list[str] = []

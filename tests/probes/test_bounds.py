@@ -18,7 +18,7 @@ from reference.ops import attend, layer_norm, logits, packed_qkv
 from reference.spectra import generator, values
 from untouched import assert_same, fingerprint
 from wellposed.anatomy import Add, BlockRow, after, blocks, taps, teach
-from wellposed.anatomy.families import BLOCKS
+from wellposed.anatomy.table import BLOCKS
 from wellposed.linalg.bounds import (
     depthwise_extremes,
 )

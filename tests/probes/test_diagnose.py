@@ -17,7 +17,7 @@ import zoo
 from own_model import OwnModel
 from untouched import assert_same, fingerprint
 from wellposed.anatomy import Add, BlockRow, after, taps
-from wellposed.anatomy.families import BLOCKS
+from wellposed.anatomy.table import BLOCKS
 from wellposed.probes import Diagnosis
 from wellposed.probes.diagnose import EVERYTHING
 from wellposed.records import Record

@@ -246,9 +246,9 @@ class OtherMultihead(nn.MultiheadAttention):
 
 
 def test_a_query_that_a_run_does_not_show_is_refused_until_taught(monkeypatch) -> None:
-    from wellposed.anatomy import attentions
+    from wellposed.anatomy import table
 
-    monkeypatch.setattr("wellposed.anatomy.table.ATTENTIONS", dict(attentions.ATTENTIONS))
+    monkeypatch.setattr("wellposed.anatomy.table.ATTENTIONS", dict(table.ATTENTIONS))
     case = BY_NAME["timm vit"]
     model = case.model()
     for block in model.blocks:

@@ -14,7 +14,7 @@ import wellposed as wp
 from attention_watch import maps_by_block
 from untouched import fingerprint
 from wellposed.anatomy.model import blocks
-from wellposed.anatomy.packed_query import PackedQueryAttention
+from wellposed.anatomy.subclass import PackedQueryAttention
 from wellposed.surgery.uniform import uniform_heads_of
 from zoo import BY_NAME, Case, families, output
 

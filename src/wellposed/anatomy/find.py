@@ -14,32 +14,20 @@ from typing import Any
 
 from torch import nn
 
-from wellposed.anatomy.adapters import inner, is_adapted
 from wellposed.anatomy.flow import Flow, Kind, Residual
-from wellposed.anatomy.marked import unmarked_class
+from wellposed.anatomy.places import IN_PIECES, ONE_TOKEN, Places, family_of, layout_of
 from wellposed.anatomy.rows import (
     Add,
     BlockRow,
-    Layout,
     Role,
     Site,
     Tap,
-    Taps,
-    after,
-    before,
     no_taps,
 )
 from wellposed.anatomy.source import Method, wrapped_functions
-from wellposed.anatomy.trace import Call, Op
+from wellposed.anatomy.subclass import unmarked_class
+from wellposed.anatomy.trace import Call
 from wellposed.errors import SeamError
-
-ONE_TOKEN = "it updates the class token alone, and the mean of one token is that token"
-IN_PIECES = (
-    "it sees each image in pieces, as if these were images, so that no operation there would reach all "
-    "tokens of one image"
-)
-OVER_CHANNELS = "its attention is over channels, not tokens"
-_NO_ATTENTION = "it mixes tokens without attention"
 
 
 @dataclass(frozen=True)
@@ -112,14 +100,6 @@ def _is_no_plain_convolution(flow: Flow, group: _Group) -> bool:
 def refused_row(block: nn.Module, reason: str) -> BlockRow:
     """The row of a block that was seen and can be neither edited nor measured."""
     return BlockRow(family_of(block), (), no_taps(reason), refused=reason, no_token_attention=reason)
-
-
-def family_of(block: nn.Module) -> str:
-    """The library, and where in it the class is: ``timm vision_transformer.Block``."""
-    cls = unmarked_class(block)
-    library, _, module = cls.__module__.partition(".")
-    place = module.rpartition(".")[2].removeprefix("modeling_")
-    return f"{library} {place}.{cls.__name__}" if place else f"{library} {cls.__name__}"
 
 
 _Sites = dict[tuple[str, str], tuple[Method, dict[int, bool], set[int], nn.Module]]
@@ -224,10 +204,10 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
         )
         return group
     place, stream = _stream(flow, group)
-    layout, pieces = _layout(flow.shape(stream), last, batch)
+    layout, pieces = layout_of(flow.shape(stream), last, batch)
     if layout == "LNC" and not _attends_along_the_first_axis(flow, group, flow.shape(stream)[0]):
         layout, pieces = "NLC", IN_PIECES
-    reader = _Taps(flow, group, roles, layout, last, batch)
+    reader = Places(flow, group.call, residuals, roles, layout, last, batch)
     if unseen := _unseen_attention(flow, group, reader.tokens):
         group.refused = unseen
         return group
@@ -425,36 +405,6 @@ def _method_name(cls: type, code: object) -> str | None:
     return None
 
 
-def _layout(shape: tuple[int, ...], last: dict[int, bool], batch: int) -> tuple[Layout, str]:
-    """The layout of a stream, and why its tokens are not those of whole images, if they are not."""
-    if len(shape) == 3 and shape[0] != batch and shape[1] == batch:
-        return "LNC", ""
-    if shape[0] != batch:
-        return "NLC", IN_PIECES
-    if len(shape) == 3:
-        return (
-            "NLC",
-            ""
-            if last.get(3, True)
-            else "its channels lie before its tokens (B, C, N), a layout that is not known",
-        )
-    return ("NHWC" if last.get(len(shape), last.get(3, True)) else "NCHW"), ""
-
-
-def _tokens(shape: tuple[int, ...], layout: Layout) -> int:
-    match layout:
-        case "LNC":
-            return shape[0]
-        case "NCHW":
-            sizes = shape[2:]
-        case _:
-            sizes = shape[1:-1]
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
-
-
 def _stream(flow: Flow, group: _Group) -> tuple[int, int]:
     """Which argument of the block's forward carries its tokens, and its value."""
     residual, call = group.residuals[0], group.call
@@ -500,214 +450,3 @@ def _ancestors(flow: Flow, value: int, begin: int) -> set[int]:
         if maker is not None and maker >= begin:
             todo += flow.trace.ops[maker].inputs
     return seen
-
-
-class _Taps:
-    """Where operations go in, read off the calls inside the branches of one block."""
-
-    def __init__(
-        self,
-        flow: Flow,
-        group: _Group,
-        roles: list[Role],
-        layout: Layout,
-        last: dict[int, bool],
-        batch: int,
-    ) -> None:
-        self.flow, self.group, self.roles = flow, group, roles
-        self.layout, self.last, self.batch = layout, last, batch
-        self.block = group.call.module
-        self.paths = {id(module): path for path, module in self.block.named_modules()}
-        self.calls = [c for c in flow.trace.calls if c is not group.call and c.within(group.call)]
-        self.axes = flow.channel_axes(group.residuals, last)
-        self.tokens = self._tokens_of(group.residuals[0])
-        ran = [id(call.module) for call in self.calls]
-        self.twice = {one for one in ran if ran.count(one) > 1}
-        self.attention_ends: list[Tap] = []
-
-    def taps(self) -> Taps:
-        attention = self._of("attention", "parallel")
-        ffn = self._of("ffn", "parallel")
-        if attention is None and ffn is None:
-            return (
-                ("block.start", before("")),
-                *no_taps("it mixes tokens by convolution and has no MLP")[1:],
-            )
-        start, middle, end = self._mlp(ffn) if ffn else ("it has no FFN",) * 3
-        return (
-            ("block.start", before("")),
-            ("attention.end", self._attention_end(attention) if attention else _NO_ATTENTION),
-            ("mlp.start", start),
-            ("mlp.middle", middle),
-            ("mlp.end", end),
-        )
-
-    def no_token_attention(self) -> str:
-        """Why the attention has no rows over tokens; empty where it has, or where there is none."""
-        residual = self._of("attention", "parallel")
-        if residual is None:
-            return ""
-        core = self.flow.core(residual)
-        product = next(op for op in core if op.name != "softmax")
-        if product.name == "multi_head_attention_forward":
-            return ""
-        query = self.flow.shape(product.inputs[0])
-        if query[-1] == self.tokens and (
-            query[-2] != self.tokens or self.flow.ends_with_tokens(product.inputs[0])
-        ):
-            return OVER_CHANNELS
-        fused = any(op.name == "scaled_dot_product_attention" for op in core)
-        if not fused and not any(op.name == "softmax" for op in core):
-            return "its attention has no softmax, so no weights that sum to one"
-        return ""
-
-    def updates_one_token(self) -> bool:
-        """Whether one token alone attends, as the class token does in class attention."""
-        if self.tokens == 1:
-            return True
-        residual = self._of("attention")
-        if residual is None:
-            return False
-        shapes = [self.flow.shape(op.outputs[0]) for op in self.flow.core(residual) if op.name != "softmax"]
-        return bool(shapes) and shapes[-1][-2] == 1 and self._mlp_tokens() == 1
-
-    def _tokens_of(self, residual: Residual) -> int:
-        skip = self.flow.shape(residual.skip)
-        return _tokens(skip, _layout(skip, self.last, self.batch)[0])
-
-    def _mlp_tokens(self) -> int:
-        """How many tokens the last layer of the FFN sees."""
-        residual = self._of("ffn")
-        weighted = self.flow.weighted(residual) if residual else []
-        shape = self.flow.shape(weighted[-1].inputs[0]) if weighted else ()
-        return shape[-2] if len(shape) == 3 else 0
-
-    def _of(self, *roles: Role) -> Residual | None:
-        pairs = zip(self.group.residuals, self.roles, strict=True)
-        return next((residual for residual, role in pairs if role in roles), None)
-
-    def _along(self, residual: Residual) -> list[Call]:
-        """The outermost calls inside a branch, in order."""
-        maker = self.flow.trace.values[residual.start].maker
-        begin = max(self.group.call.begin, 0 if maker is None else maker + 1)
-        end = residual.op.index
-        numbers = {op.index for op in residual.path}
-
-        def is_inside(call: Call) -> bool:
-            return begin <= call.begin and call.end <= end
-
-        def leads(call: Call) -> bool:
-            made = any(value in residual.inside for value in call.results)
-            return made and (
-                any(call.holds(n) for n in numbers)
-                or any(value in residual.inside for _, value in call.arguments)
-            )
-
-        return [
-            call
-            for call in self.calls
-            if is_inside(call) and leads(call) and not (call.parent is not None and is_inside(call.parent))
-        ]
-
-    def _attention_end(self, residual: Residual) -> Tap | str:
-        core = {op.index for op in self.flow.core(residual)}
-        weighted = {op.index for op in self.flow.weighted(residual)}
-        calls = self._along(residual)
-        first = next((i for i, c in enumerate(calls) if any(c.holds(n) for n in core)), None)
-        if first is None:
-            later = [i for i, c in enumerate(calls) if c.begin > max(core)]
-            projections = [i for i in later if any(calls[i].holds(n) for n in weighted)]
-            if not projections:
-                return "its attention is computed in its own forward, by no module after which it ends"
-            first = projections[0]
-        elif not any(n > max(core) for n in weighted if calls[first].holds(n)):
-            # Attention without its output projection, which comes in a later module.
-            later = [i for i in range(first + 1, len(calls)) if any(calls[i].holds(n) for n in weighted)]
-            first = later[0] if later else first
-        last = self._last_of(calls[first])  # to a Sequential no operation can be added
-        ends = [("after", last, last.results[0])]
-        later_ones = [self._first_of(c) for c in calls[first + 1 :]]
-        ends += [("before", c, c.arguments[0][1]) for c in later_ones if c.arguments]
-        taps = [self._tap(side, call) for side, call, value in ends if self._is_whole(value, residual)]
-        self.attention_ends = [tap for tap in taps if tap]
-        if self.attention_ends:
-            return self.attention_ends[0]
-        return "its attention sees parts of the image, and no module sees its result put together again"
-
-    def _mlp(self, residual: Residual) -> tuple[Tap | str, Tap | str, Tap | str]:
-        weighted = self.flow.weighted(residual)
-        if "parallel" in self.roles:
-            core = self.flow.core(residual)
-            attending = [c for c in self._along(residual) if any(c.holds(op.index) for op in core)]
-            weighted = [op for op in weighted if not any(c.holds(op.index) for c in attending)]
-        calls = [c for c in self._along(residual) if any(c.holds(op.index) for op in weighted)]
-        if not calls or not weighted:
-            why = "its FFN is computed in its own forward, by no module"
-            return why, why, why
-        first, final = self._first_of(calls[0]), self._last_of(calls[-1])
-        given = first.arguments[0][1] if first.arguments else None
-        start = self._tap("before", first) if given is not None and self._is_whole(given, residual) else None
-        end = self._tap("after", final) if self._is_whole(final.results[0], residual) else None
-        return start or _NOT_WHOLE, self._middle(weighted[-1], residual), end or _NOT_WHOLE
-
-    def _middle(self, last: Op, residual: Residual) -> Tap | str:
-        call = last.call
-        while call is not None and call.parent is not None and _is_of_adapter(call):
-            call = call.parent
-        weight = None if call is None else getattr(inner(call.module), "weight", None)
-        if call is None or not isinstance(weight, nn.Parameter):
-            return "its last product with weights is no module of its own"
-        if not self._is_whole(call.arguments[0][1], residual):
-            return _NOT_WHOLE
-        return self._tap("before", call) or _NOT_WHOLE
-
-    def _first_of(self, call: Call) -> Call:
-        while isinstance(call.module, nn.Sequential) and (inner := self._in(call)):
-            call = inner[0]
-        return call
-
-    def _last_of(self, call: Call) -> Call:
-        while isinstance(call.module, nn.Sequential) and (inner := self._in(call)):
-            call = inner[-1]
-        return call
-
-    def _in(self, call: Call) -> list[Call]:
-        return [c for c in self.calls if c.parent is call]
-
-    def _is_whole(self, value: int, residual: Residual) -> bool:
-        """Whether a tensor holds the tokens of whole images, and all of those that the skip holds."""
-        shape = self.flow.shape(value)
-        if len(shape) < 3 or len(shape) > 5:
-            return False
-        layout = self._layout_of(value)
-        return (
-            layout is not None
-            and shape[1 if layout == "LNC" else 0] == self.batch
-            and _tokens(shape, layout) == self._tokens_of(residual)
-        )
-
-    def _layout_of(self, value: int) -> Layout | None:
-        shape, axis = self.flow.shape(value), self.axes.get(value)
-        if len(shape) == 3:
-            return None if axis == 1 else "LNC" if self.layout == "LNC" else "NLC"
-        if axis is None:
-            return self.layout if self.layout in ("NHWC", "NCHW") else "NHWC"
-        return "NHWC" if axis == len(shape) - 1 else "NCHW"
-
-    def _tap(self, side: str, call: Call) -> Tap | None:
-        """A tap at a module of the block that runs once in it."""
-        path = self.paths.get(id(call.module))
-        if not path or id(call.module) in self.twice:
-            return None
-        layout = self._layout_of(call.arguments[0][1] if side == "before" else call.results[0])
-        make = before if side == "before" else after
-        return make(path, layout=None if layout == self.layout else layout)
-
-
-def _is_of_adapter(call: Call) -> bool:
-    """Whether a module runs inside a layer that peft has adapted."""
-    parent = call.parent
-    return parent is not None and any(is_adapted(one.module) for one in (parent, parent.parent) if one)
-
-
-_NOT_WHOLE = "its FFN sees parts of the image, and no module there sees all tokens"

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from wellposed.anatomy.adapters import inner
 from wellposed.anatomy.example import LIBRARIES, given_example, made_examples
-from wellposed.anatomy.find import IN_PIECES, refused_row
+from wellposed.anatomy.find import refused_row
+from wellposed.anatomy.places import IN_PIECES
 from wellposed.anatomy.proof import (
     is_quiet,
     own_class,
@@ -23,6 +23,7 @@ from wellposed.anatomy.proof import (
     version_of,
 )
 from wellposed.anatomy.rows import BlockRow, EmbeddingRow, Layout, Position, Side, Tap
+from wellposed.anatomy.subclass import inner
 from wellposed.anatomy.table import block_row, embedding_row, unknown_model
 from wellposed.errors import SeamError, UnknownModelError, WrappedModelError
 

@@ -26,14 +26,18 @@ from torch.utils._pytree import tree_leaves
 
 from wellposed.anatomy.example import Example, eagerly, preserved
 from wellposed.anatomy.find import Found, find_blocks, refused_row
-from wellposed.anatomy.find_embedding import find_embeddings
 from wellposed.anatomy.flow import Flow
-from wellposed.anatomy.marked import set_class
-from wellposed.anatomy.packed_query import PackedQueryAttention
-from wellposed.anatomy.read_weights import child_name, edited_weights
+from wellposed.anatomy.places import find_embeddings
 from wellposed.anatomy.rows import Add, BlockRow, EmbeddingRow, Position, Site, Tap
 from wellposed.anatomy.seam import block_joins, close_seam, is_seamed, join_name, joins, open_seam
 from wellposed.anatomy.source import wrapped_functions
+from wellposed.anatomy.subclass import (
+    PackedQueryAttention,
+    child_name,
+    edited_weights,
+    own_class_of,
+    set_class,
+)
 from wellposed.anatomy.trace import trace, without_fast_path
 from wellposed.errors import SeamError
 
@@ -160,7 +164,8 @@ def prove(model: nn.Module, example: Example) -> list[Found]:
         seen = trace(model, example.run)
         flow = Flow(seen)
         found = find_blocks(model, flow, example.batch)
-        proofs().embeddings[_shallow_signature(model)] = find_embeddings(model, flow, found, example.batch)
+        there = {id(block.module) for block in found}
+        proofs().embeddings[_shallow_signature(model)] = find_embeddings(model, flow, there, example.batch)
         usable = [block for block in found if not block.row.refused]
         calls = _run_seamed(model, usable, example, seen.output)
         adds = Counter(id(call.module) for call in seen.calls)
@@ -308,9 +313,7 @@ def own_class(module: nn.Module) -> Any:
     """The class that a module was made of: without marks and seams, and without what shards it."""
     for cls in type(module).__mro__:
         if not issubclass(cls, FSDPModule | PackedQueryAttention) and not _is_parametrized(module, cls):
-            cls = vars(cls).get("_unmarked", cls)
-            cls = vars(cls).get("_edited_of", cls)
-            return getattr(cls, "_seam_of", cls)
+            return own_class_of(cls)
     return type(module)
 
 

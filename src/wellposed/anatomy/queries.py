@@ -18,11 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from wellposed.anatomy.cores import HIDDEN, Core, Finished, Seen, watching_cores
+from wellposed.anatomy.cores import (
+    HIDDEN,
+    INSTEAD,
+    TALKING,
+    UNSEEN,
+    Core,
+    Finished,
+    HeadChannels,
+    Heads,
+    Reach,
+    Seen,
+    watching_cores,
+)
 from wellposed.anatomy.example import LIBRARIES, Example, eagerly, given_example, made_examples, preserved
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.proof import as_built, block_signature, own_class, proofs
-from wellposed.anatomy.reach import INSTEAD, TALKING, UNSEEN, HeadChannels, Heads, Reach
 from wellposed.interrupts import let_through
 
 BIASED = (

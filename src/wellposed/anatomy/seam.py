@@ -12,16 +12,15 @@ Where a block adds in its submodules (BERT's output layers), these are the seame
 """
 
 import ast
-import copyreg
 import functools
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from wellposed.anatomy.marked import set_class, unmarked_class
 from wellposed.anatomy.rows import Add, BlockRow, Role, Site
 from wellposed.anatomy.source import Method, SourceAdd
+from wellposed.anatomy.subclass import set_class, subclass, unmarked_class
 from wellposed.errors import SeamError
 
 Cut = tuple[Add, ...]
@@ -138,52 +137,24 @@ def _cuts(block: nn.Module, row: BlockRow) -> dict[str, Cut]:
     return {path: tuple(cut) for path, cut in cuts.items()}
 
 
-def _new_seamed(
-    upstream: type[nn.Module], cut: Cut, substitutions: tuple[tuple[str, str], ...], *args: Any
-) -> nn.Module:
-    cls: Any = _seamed_class(upstream, cut, substitutions)  # type: ignore[arg-type]
-    module: nn.Module = cls.__new__(cls, *args)
-    return module
-
-
-def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
-    """Pickle and deepcopy by upstream's class and its adds: the subclass has no importable name."""
-    cls: Any = type(self)
-    reduced: Any = super(cls, self).__reduce_ex__(max(int(protocol), 2))
-    make, args, *rest = reduced
-    if make is not copyreg.__newobj__ or args[0] is not cls:  # type: ignore[attr-defined]
-        raise SeamError(f"{cls.__name__} pickles itself in its own way; restore(model) before pickling.")
-    return _new_seamed, (cls._seam_of, cls._seam_cut, cls._seam_substitutions, *args[1:]), *rest
-
-
 @functools.cache
 def _seamed_class(
     upstream: type[nn.Module], cut: Cut, substitutions: tuple[tuple[str, str], ...]
 ) -> type[nn.Module]:
-    members: dict[str, Any] = {
-        "__reduce_ex__": _reduce_ex,
-        "__module__": __name__,
-        "__qualname__": upstream.__qualname__,
-        "__doc__": upstream.__doc__,
-        "_seam_of": upstream,
-        "_seam_cut": cut,
-        "_seam_substitutions": substitutions,
-    }
+    members: dict[str, Any] = {"_seam_of": upstream}
     for name in dict.fromkeys(add.site.method for add in cut if add.site):
         sites = {add: add.site for add in cut if add.site and add.site.method == name}
         members[name] = _seamed_method(
             Method(upstream, name), sites, substitutions if name == "forward" else ()
         )
-    metaclass: Any = type(upstream)
-    cls: type[nn.Module] = metaclass(upstream.__name__, (upstream,), members)
-    return cls
+    return subclass(_seamed_class, upstream, cut, substitutions, members=members)
 
 
 def _seamed_method(method: Method, sites: dict[Add, Site], substitutions: tuple[tuple[str, str], ...]) -> Any:
     if any(site.digest != method.digest for site in sites.values()):
         raise SeamError(
             f"the source of {method.where} is not the one in which its residual adds were found: the edited "
-            "model is from another version of the library; install that version, or edit the model anew."
+            "model is from another version of the library; install that version, or edit the model again."
         )
     joins = {site.number: (join_name(add.name), site.skip_is_left) for add, site in sites.items()}
     return method.with_joins(joins, substitutions)
@@ -233,6 +204,6 @@ def _mismatch(method: Method, adds: Cut, got: str) -> SeamError:
     return SeamError(
         f"expected the residual adds [{expected}] in {method.where}, {got}. The source differs from "
         "the one wellposed knows: install a version of the library named in "
-        "wellposed.anatomy.families, or describe this one with wellposed.anatomy.teach.\n"
+        "wellposed.anatomy.table, or describe this one with wellposed.anatomy.teach.\n"
         f"{method.text}"
     )

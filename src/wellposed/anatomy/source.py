@@ -328,7 +328,7 @@ def _substitute(definition: ast.FunctionDef, substitutions: tuple[tuple[str, str
         if count != 1:
             raise SeamError(
                 f"expected {old!r} once in {where}, found it {count} times; the source differs from the "
-                "one wellposed knows, install a version named in wellposed.anatomy.families."
+                "one wellposed knows, install a version named in wellposed.anatomy.table."
             )
 
 

@@ -14,9 +14,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from wellposed.anatomy.example import eagerly as eagerly
 from wellposed.anatomy.example import preserved as preserved
-from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.masks import mask_reader
 from wellposed.anatomy.model import Block, blocks, refusal
+from wellposed.anatomy.rows import to_tokens
 from wellposed.anatomy.seam import Join, block_joins, close_seam, is_open, open_seam
 from wellposed.errors import WrappedModelError
 from wellposed.interrupts import let_through, uninterrupted

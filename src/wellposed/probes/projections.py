@@ -23,9 +23,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
-from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.queries import HEAD_COUNTS
+from wellposed.anatomy.rows import to_tokens
 from wellposed.linalg.precision import in_float64
 from wellposed.probes.observe import layout_of
 

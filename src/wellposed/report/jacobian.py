@@ -43,8 +43,8 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
     if not rows:
         return Missing(
             TITLE,
-            "wellposed diagnose MODEL --images DIR --what jacobian --out DIR; over eps: wellposed study "
-            "jacobian-spectrum",
+            "wellposed diagnose MODEL --images DIR --what jacobian --out DIR; over eps, in a clone of the "
+            "repository: python -m studies jacobian-spectrum",
         )
     lines = distinct(row[1] for row in rows)
     chart = Chart(

@@ -1,5 +1,6 @@
 """The folder of a study as subjects: the one place that knows its files."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -10,11 +11,8 @@ from wellposed.report.damage import Damage, json_object, torn_lines
 from wellposed.report.environment_words import environment_text
 from wellposed.report.states import state as state_in_words
 from wellposed.report.subjects import Conclusion, Found, JacobianCurve, Subject, edits_of
-from wellposed.study.compare import one_by_one
-from wellposed.study.files import SUMMARY
-from wellposed.study.ledger import RECORDS
-from wellposed.study.ledger import read as read_records
-from wellposed.study.plan import RunRecord
+from wellposed.study_records import RECORDS, SUMMARY, RunRecord, claim_from_dict, sentence
+from wellposed.study_records import read as read_records
 
 _JACOBIAN = "jacobian spectrum"
 _KNOWN = {field.name for field in fields(Record)}
@@ -25,27 +23,34 @@ def is_study(folder: Path) -> bool:
 
 
 def read_study(folder: Path) -> Found:
-    """A subject for each run that stands for its variant, and what the study concluded."""
+    """A subject for each run that is a result, and what the study concluded."""
     damage: list[Damage] = []
     summary = json_object(folder / SUMMARY, damage)
-    torn: list[int] = []
-    runs, alone, strange = read_records(folder, torn)
-    damage += torn_lines(folder / RECORDS, torn)
+    ledger = read_records(folder)
+    damage += torn_lines(folder / RECORDS, ledger.torn)
     study = str(summary.get("study", folder.name))
-    shown = [run for run in runs if run.best and run.reported and not run.trial]
+    shown = [run for run in ledger.runs if run.role == "result"]
     several = len({run.data for run in shown}) > 1
     subjects = [_subject(run, summary, study, several) for run in shown]
-    if alone:
-        subjects.append(_without_run(alone, summary, study))
-    said = f"Study {study} ({summary.get('paper', '')}): {summary.get('claim', '')} "
-    together, claims = one_by_one(str(summary.get("reason", "")))
-    said += f"Verdict: {summary.get('verdict', 'none')}. {together}"
+    if ledger.measured:
+        subjects.append(_without_run(ledger.measured, summary, study))
+    if not (summary or ledger.strange):  # a summary that cannot be read concludes nothing
+        return Found(subjects, [], damage)
+    return Found(subjects, [_conclusion(study, summary, ledger.strange)], damage)
+
+
+def _conclusion(study: str, summary: Mapping[str, Any], strange: int) -> Conclusion:
+    """What the study set out to test, and a sentence for each claim with its verdict."""
+    claims = [claim_from_dict(each) for each in summary.get("claims", [])]
+    said = f"Study {study} ({summary.get('paper', '')}): {summary.get('claim', '')}"
     if strange:
-        said += f" ({len(strange)} records of another version of wellposed are left out)"
+        said += f" ({strange} records of another version of wellposed are skipped)"
     if claims:
-        said += ":"
-    is_told = bool(summary or strange)  # a summary that cannot be read concludes nothing
-    return Found(subjects, [Conclusion(said.strip(), tuple(claims))] if is_told else [], damage)
+        counts = Counter(claim.verdict.value for claim in claims)
+        said += (
+            f" {len(claims)} claims: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()) + "."
+        )
+    return Conclusion(said.strip(), tuple(map(sentence, claims)))
 
 
 def _subject(run: RunRecord, summary: Mapping[str, Any], study: str, several: bool) -> Subject:

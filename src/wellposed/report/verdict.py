@@ -237,7 +237,7 @@ def _next(material: Material, groups: dict[str, list[Subject]]) -> Iterator[Sent
     elif "gray" in edits:
         yield (
             "Tokens are grayed already: try another eps or place (",
-            Code("wellposed study eps-sweep"),
+            Code("python -m studies eps-sweep"),
             ").",
         )
     dense = [v for each in every if not each.is_random and (v := mean_entropy(each)) is not None]

@@ -4,8 +4,8 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from wellposed.anatomy.adapters import inner
 from wellposed.anatomy.model import Block, BlockSelection, Place, refuse_wrapped
+from wellposed.anatomy.subclass import inner
 from wellposed.nn import ContextBroadcast
 from wellposed.nn.broadcast import CB, Init, check_factors
 from wellposed.surgery.apply import insert_all

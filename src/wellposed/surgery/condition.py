@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.anatomy.model import Block, BlockSelection, no_attention, refuse_wrapped
-from wellposed.anatomy.projection_layers import ProjectionLayer, projection_layers
+from wellposed.anatomy.projections import ProjectionLayer, projection_layers
 from wellposed.linalg.precision import in_float64
 from wellposed.surgery.choose import choose
 from wellposed.surgery.record import Edits, Setting

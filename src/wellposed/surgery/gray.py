@@ -5,8 +5,8 @@ from typing import Any, Literal, cast, get_args
 
 from torch import nn
 
-from wellposed.anatomy.adapters import inner
 from wellposed.anatomy.model import Block, BlockSelection, Place, embeddings, refuse_wrapped
+from wellposed.anatomy.subclass import inner
 from wellposed.errors import NoMeaningError
 from wellposed.linalg import Precision
 from wellposed.linalg.spectral_plan import DEFAULT_TOLERANCE

@@ -21,15 +21,14 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from wellposed.anatomy.adapters import inner
 from wellposed.anatomy.model import Block, BlockSelection, join_names, no_attention, refuse_wrapped
-from wellposed.anatomy.projection_layers import (
+from wellposed.anatomy.projections import (
     ProjectionLayer,
     head_count,
     output_layer,
     projection_layers,
 )
-from wellposed.anatomy.read_weights import edited_weights
+from wellposed.anatomy.subclass import edited_weights, inner
 from wellposed.surgery.choose import choose
 
 Scheme = Literal["skipless", "mimetic", "torch", "timm", "xavier"]

@@ -11,12 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from wellposed.anatomy.adapters import inner, original
-from wellposed.anatomy.layout import from_tokens, to_tokens
-from wellposed.anatomy.marked import mark, unmark
 from wellposed.anatomy.model import Place
-from wellposed.anatomy.packed_query import close_packed_query, open_packed_query
-from wellposed.anatomy.rows import Layout
+from wellposed.anatomy.rows import Layout, from_tokens, to_tokens
+from wellposed.anatomy.subclass import close_packed_query, inner, mark, open_packed_query, original, unmark
 from wellposed.nn import ContextBroadcast
 from wellposed.surgery.record import Setting
 from wellposed.surgery.weights import WeightEdit

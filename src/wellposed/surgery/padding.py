@@ -9,11 +9,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from wellposed.anatomy.adapters import original
-from wellposed.anatomy.layout import to_tokens
 from wellposed.anatomy.masks import MaskReader, mask_reader
 from wellposed.anatomy.model import Block
-from wellposed.anatomy.rows import Layout
+from wellposed.anatomy.rows import Layout, to_tokens
+from wellposed.anatomy.subclass import original
 from wellposed.nn import ContextBroadcast
 from wellposed.surgery.insertion import Inserted, refuse_if
 

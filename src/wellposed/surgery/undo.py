@@ -5,9 +5,9 @@ Nothing is kept beside the model: a copy, a pickle or a model on another device 
 
 from torch import nn
 
-from wellposed.anatomy.adapters import original
 from wellposed.anatomy.model import blocks, join_names, refuse_wrapped
 from wellposed.anatomy.seam import close_seam, joins
+from wellposed.anatomy.subclass import original
 from wellposed.errors import UnknownModelError
 from wellposed.interrupts import uninterrupted
 from wellposed.surgery.insertion import Inserted, take_out

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from wellposed.anatomy.cores import HeadChannels
 from wellposed.anatomy.model import (
     Block,
     BlockSelection,
@@ -18,10 +19,9 @@ from wellposed.anatomy.model import (
     select,
 )
 from wellposed.anatomy.model import blocks as all_blocks
-from wellposed.anatomy.packed_query import no_packed_query
 from wellposed.anatomy.queries import FoundQuery, find_queries, is_of_library
-from wellposed.anatomy.reach import HeadChannels
 from wellposed.anatomy.rows import after
+from wellposed.anatomy.subclass import no_packed_query
 from wellposed.anatomy.table import attention_row
 from wellposed.surgery.apply import insert_all
 from wellposed.surgery.choose import choose

@@ -1,7 +1,7 @@
 """Weights that a layer uses through an operation: the layer reads ``W``, its edit gives it ``f(W)``.
 
 The parameter itself stays where it is, under its name, and is what is trained and saved; only what the layer
-reads changes (see :mod:`wellposed.anatomy.read_weights`). :func:`fold` writes ``f(W)`` into the parameter.
+reads changes (see :mod:`wellposed.anatomy.subclass`). :func:`fold` writes ``f(W)`` into the parameter.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,9 +10,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from wellposed.anatomy.adapters import inner
 from wellposed.anatomy.model import refuse_wrapped
-from wellposed.anatomy.read_weights import child_name, edited_weights, read_plainly, read_through
+from wellposed.anatomy.subclass import child_name, edited_weights, inner, read_plainly, read_through
 from wellposed.errors import NoMeaningError, SeamError
 from wellposed.interrupts import uninterrupted
 from wellposed.surgery.record import Edits, Setting

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from wellposed.anatomy.adapters import BASE, inner, is_adapted
+from wellposed.anatomy.subclass import BASE, inner, is_adapted
 
 Hooks = Callable[[nn.Module], None]
 _watching: list[Any] = []

@@ -32,7 +32,7 @@ from wellposed.probes import Monitor
 from wellposed.train.batches import Batch, EvalBatches, TrainBatches
 from wellposed.train.batches.order import seed_update
 from wellposed.train.checkpoint import Checkpoint, Store
-from wellposed.train.data.decoding import counted
+from wellposed.train.data.images import counted
 from wellposed.train.distributed import (
     from_first,
     is_first,

@@ -10,8 +10,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from wellposed.train.data import UnreadableImageError, decode_all, decode_readable, open_data
-from wellposed.train.data.decoding import fitted
-from wellposed.train.data.images import PixelImages, Split
+from wellposed.train.data.images import PixelImages, Split, fitted
 
 WriteFolder = Callable[..., Path]
 

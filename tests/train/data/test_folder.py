@@ -77,7 +77,7 @@ def test_hidden_files_others_and_links(write_folder: WriteFolder, tmp_path: Path
         "train/dog/1.png",
         "train/dog/linked/7.PNG",
     ]
-    assert data.notes == ("2 files that are not images of a class were left out (no ending, .txt).",)
+    assert data.notes == ("2 files that are not images of a class were skipped (no ending, .txt).",)
 
 
 def test_what_the_headers_say(write_folder: WriteFolder, picture: Callable[..., Image.Image]) -> None:
@@ -143,7 +143,7 @@ def test_unreadable_images_can_be_left_out(damaged: Path) -> None:
     assert data.size == 16
     assert not {"train/cat/3.png", "train/dog/4.png"} & set(names(data.train, damaged))
     assert data.notes[0].startswith("4 of 21 images of ")
-    assert data.notes[0].endswith("They were left out.")
+    assert data.notes[0].endswith("They were skipped.")
     assert data.notes[1] == "There are no test images of class 'dog'."
 
 

@@ -15,8 +15,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from split_pixels import Pixels
-from wellposed.train.data import UnreadableImageError, open_data, shards
-from wellposed.train.data.shards import braces_expanded, shard_paths
+from wellposed.train.data import UnreadableImageError, images, open_data
+from wellposed.train.data.archives import braces_expanded, shard_paths
 
 
 def tar(path: Path, members: dict[str, bytes]) -> Path:
@@ -103,9 +103,9 @@ def test_pickled_and_read_by_threads_and_processes(spec: str) -> None:
         for index, seen in zip(order, pool.map(split.picture, order), strict=True):
             np.testing.assert_array_equal(np.asarray(seen), expected[index])
     # Why that is safe: the position of the open file, which all share, is not used.
-    assert isinstance(split.images, shards.ShardImages)
-    for shard in split.images._shards:
-        assert os.lseek(shards._opened(*shard).descriptor, 0, os.SEEK_CUR) == 0
+    assert isinstance(split.images, images.ArchivedImages)
+    for archive in split.images._archives:
+        assert os.lseek(images._opened(archive).descriptor, 0, os.SEEK_CUR) == 0
     # The processes are forked after the files were opened, and read from the same two at once.
     loader = DataLoader(Pixels(split), sampler=order, num_workers=2)
     for index, batch in zip(order, loader, strict=True):
@@ -119,7 +119,7 @@ def test_a_shard_that_changes_is_not_read_wrongly(
     content = pickle.dumps(split)
     tar(tmp_path / "other.tar", samples(20, 5)).replace(tmp_path / "pets-train-000.tar")
     os.utime(tmp_path / "pets-train-000.tar", ns=(1, 1))
-    shards._opened.cache_clear()  # as in a new process
+    images._opened.cache_clear()  # as in a new process
     with pytest.raises(OSError, match="was changed while it was in use"):
         pickle.loads(content).picture(0)
 

@@ -16,7 +16,7 @@ import torchvision
 from PIL import Image
 
 from wellposed.train.data import open_data
-from wellposed.train.data.torchvision_sets import SETS
+from wellposed.train.data.libraries import SETS
 from wellposed.train.recipe import Recipe
 from wellposed.train.runs import default_folder
 

@@ -31,8 +31,7 @@ from wellposed.train.batches.streamed import (
     eval_steps,
     train_steps,
 )
-from wellposed.train.data.decoding import counted, decode_all, decode_readable, nothing_left
-from wellposed.train.data.images import ImageData, Split
+from wellposed.train.data.images import ImageData, Split, counted, decode_all, decode_readable, nothing_left
 from wellposed.train.recipe import Recipe
 
 SHARE = 1 / 4

@@ -43,8 +43,7 @@ from wellposed.errors import WorkerDiedError
 from wellposed.train.batches.augment import normalised
 from wellposed.train.batches.batch import Batch, EvalBatch, Preparation, Uploads, scale, updates, upload
 from wellposed.train.batches.order import Indices, Order, Purpose, all_seeded
-from wellposed.train.data.decoding import fitted, nothing_left
-from wellposed.train.data.images import Split, UnreadableImageError
+from wellposed.train.data.images import Split, UnreadableImageError, fitted, nothing_left
 from wellposed.train.recipe import Recipe
 
 

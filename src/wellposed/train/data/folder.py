@@ -1,13 +1,11 @@
-"""Which files or parts of a set are for training, and which for testing, by their names.
+"""A folder of images, one folder a class; and which files of a set are for training, by their names.
+
+Either ``DIR/train/CLASS/*.jpg`` with ``DIR/val``, ``DIR/validation`` or ``DIR/test`` next to it, or
+``DIR/CLASS/*.jpg``, of which a share is held out. Classes are sorted by name. Images may lie deeper inside of
+a class; hidden files are not looked at; links are followed.
 
 >>> split_of(Path("imagenet-train-0001.tar")), split_of(Path("data/validation/0000.parquet"))
 ('train', 'val')
-
-A folder of images, one folder a class.
-
-Either ``DIR/train/CLASS/*.jpg`` with ``DIR/val``, ``DIR/validation`` or ``DIR/test`` beside it, or
-``DIR/CLASS/*.jpg``, of which a share is held out. Classes are sorted by name. Images may lie deeper inside of
-a class; hidden files are not looked at; links are followed.
 """
 
 import os
@@ -20,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from wellposed.image_files import SUFFIXES
-from wellposed.train.data.images import Contents, EncodedImages, Indices, Part, Slices
+from wellposed.train.data.images import Contents, FileImages, Part
 
 SplitName = Literal["train", "val", "test"]
 Item = TypeVar("Item")
@@ -77,28 +75,6 @@ def train_and_test(splits: Mapping[Any, Item], what: str) -> tuple[Item, Item | 
     return known["train"], known.get("val", known.get("test")), notes
 
 
-class FileImages(EncodedImages):
-    """Files below a folder."""
-
-    def __init__(self, root: Path, paths: Slices) -> None:
-        self._root, self._paths = os.fspath(root), paths
-
-    def __len__(self) -> int:
-        return len(self._paths.starts)
-
-    def name(self, index: int) -> str:
-        return os.path.join(self._root, self._paths.text(index))
-
-    def select(self, indices: Indices) -> "FileImages":
-        return FileImages(Path(self._root), self._paths.select(indices))
-
-    def file(self, index: int) -> str:
-        return self.name(index)
-
-    def content(self, index: int) -> bytes:
-        return Path(self.name(index)).read_bytes()
-
-
 class _Listing(NamedTuple):
     """The images of each class, as paths from the root; and how many files are none, by suffix."""
 
@@ -107,9 +83,9 @@ class _Listing(NamedTuple):
     others: Counter[str]
 
     def part(self, classes: tuple[str, ...]) -> Part:
+        counts = [len(self.images.get(name, [])) for name in classes]
         paths = [path for name in classes for path in self.images.get(name, [])]
-        labels = [label for label, name in enumerate(classes) for _ in self.images.get(name, [])]
-        return Part(FileImages(self.root, Slices.of_texts(paths)), np.array(labels, np.int64))
+        return Part(FileImages(self.root, paths), np.repeat(np.arange(len(classes)), counts))
 
 
 def image_folder(folder: Path) -> Contents:
@@ -125,33 +101,26 @@ def image_folder(folder: Path) -> Contents:
         train_root, test_root, notes = folder, None, ()
 
     train = _listing(train_root)
-    classes = tuple(train.images)
-    for name, paths in train.images.items():
-        if not paths:
-            raise ValueError(
-                f"class {name!r} has no images in {train_root / name} (expected {', '.join(SUFFIXES)}); add "
-                "some or remove the folder."
-            )
-    listings = [train]
-    if test_root is not None:
-        test = _listing(test_root)
-        foreign = [name for name in test.images if name not in train.images]
-        if foreign:
-            raise ValueError(
-                f"{test_root} has classes that {train_root} lacks: {_few(foreign)}; the folders of the two "
-                "must have the same names."
-            )
-        listings.append(test)
-    others = sum((listing.others for listing in listings), Counter[str]())
+    empty = next((name for name, paths in train.images.items() if not paths), None)
+    if empty is not None:
+        raise ValueError(
+            f"class {empty!r} has no images in {train_root / empty} (expected {', '.join(SUFFIXES)}); add "
+            "some or remove the folder."
+        )
+    test = None if test_root is None else _listing(test_root)
+    foreign = [] if test is None else [name for name in test.images if name not in train.images]
+    if foreign:
+        more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
+        raise ValueError(
+            f"{test_root} has classes that {train_root} lacks: {', '.join(map(repr, foreign[:5]))}{more}; "
+            "the folders of the two must have the same names."
+        )
+    others = train.others if test is None else train.others + test.others
     if others:
         endings = ", ".join(suffix or "no ending" for suffix, _ in others.most_common(5))
-        notes += (f"{others.total()} files that are not images of a class were left out ({endings}).",)
-    return Contents(
-        classes,
-        train=train.part(classes),
-        test=test.part(classes) if test_root is not None else None,
-        notes=notes,
-    )
+        notes += (f"{others.total()} files that are not images of a class were skipped ({endings}).",)
+    classes = tuple(train.images)
+    return Contents(classes, train.part(classes), None if test is None else test.part(classes), notes=notes)
 
 
 def _listing(root: Path) -> _Listing:
@@ -159,26 +128,27 @@ def _listing(root: Path) -> _Listing:
     if not names:
         raise ValueError(f"expected one folder a class in {root}, such as {root / 'cat'}, found no folders.")
     for name in names:
-        if not _is_text(name):
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:  # Python keeps bytes that are no UTF-8 as lone surrogates
             raise ValueError(
                 f"the names of classes must be UTF-8 text, got the folder {name!r} in {str(root)!r}; "
                 "rename it."
-            )
-    images: dict[str, list[str]] = {}
-    others: Counter[str] = Counter(
+            ) from error
+    images: dict[str, list[str]] = {name: [] for name in names}
+    others = Counter(
         Path(entry.name).suffix
         for entry in os.scandir(root)
         if not entry.name.startswith(".") and not entry.is_dir()
     )
-    for name in names:
-        images[name] = []
+    for name, found in images.items():
         for path in _files(root / name, os.path.join(name, ""), set()):
             suffix = os.path.splitext(path)[1].lower()
             if suffix in SUFFIXES:
-                images[name].append(path)
+                found.append(path)
             else:
                 others[suffix] += 1
-        images[name].sort()
+        found.sort()
     return _Listing(root, images, others)
 
 
@@ -186,15 +156,6 @@ def _folders(root: Path) -> list[str]:
     return sorted(
         entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")
     )
-
-
-def _is_text(name: str) -> bool:
-    """Python keeps bytes of a name that are no UTF-8 as lone surrogates, which no file can hold."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _files(folder: Path, prefix: str, above: set[tuple[int, int]]) -> Iterator[str]:
@@ -211,8 +172,3 @@ def _files(folder: Path, prefix: str, above: set[tuple[int, int]]) -> Iterator[s
                 yield from _files(Path(entry.path), f"{prefix}{entry.name}{os.sep}", above | {here})
             else:
                 yield prefix + entry.name
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(map(repr, names[:5])) + more

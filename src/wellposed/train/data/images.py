@@ -1,108 +1,41 @@
-"""Many byte strings as two arrays, so that forked worker processes share them.
+"""Labelled images by index, wherever their bytes are, and decoding many of them in threads.
 
-A list of a million paths is a million Python objects. Each process that only looks at one writes its
-reference count, and so copies the page that holds it: the memory of every worker grows over an epoch. Arrays
-have no such counts.
+Images go to worker processes: all classes here are picklable, hold no open file, and keep what they hold for
+each image in arrays. A list of a million paths is a million Python objects; each process that looks at one
+writes its reference count, and so copies the page that holds it.
 
->>> paths = Slices.of_texts(["cat/1.jpg", "dog/2.jpg", "dog/3.jpg"])
->>> paths.select(np.array([2, 0])).text(0)
-'dog/3.jpg'
-
-Images by index, wherever their bytes are.
-
-They go to worker processes: all are picklable and none holds an open file.
-
-A set of labelled images: two splits, the names of the classes, and what is known of the pictures.
+>>> from wellposed.train.data import open_data
+>>> decode_all(open_data("digits").test, 8, 1).shape
+(400, 1, 8, 8)
 """
 
 import errno
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol, Self
+from typing import IO, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
+from rich.console import Console
+from rich.progress import track
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.functional import center_crop, resize
 
+from wellposed.environment import usable_cores
 from wellposed.files import require_regular
 from wellposed.image_files import decode, reason, require_picture
 
 Indices = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
-
-
-class ByteSource(Protocol):
-    def __getitem__(self, where: slice) -> Bytes: ...
-
-
-class Slices(NamedTuple):
-    """Byte string i is ``data[starts[i]:stops[i]]``."""
-
-    data: ByteSource
-    starts: Indices
-    stops: Indices
-
-    @classmethod
-    def of_texts(cls, texts: Iterable[str]) -> "Slices":
-        parts = [os.fsencode(text) for text in texts]
-        ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-        return cls(np.frombuffer(b"".join(parts), np.uint8), ends[:-1], ends[1:])
-
-    def content(self, index: int) -> bytes:
-        return self.data[int(self.starts[index]) : int(self.stops[index])].tobytes()
-
-    def text(self, index: int) -> str:
-        return os.fsdecode(self.content(index))
-
-    def select(self, indices: Indices) -> "Slices":
-        """Those at the indices; the bytes themselves are not copied."""
-        return Slices(self.data, self.starts[indices], self.stops[indices])
-
-
-class Fingerprint(NamedTuple):
-    """Tells whether a file is still the one that was looked at."""
-
-    size: int
-    modified_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> "Fingerprint":
-        return cls(status.st_size, status.st_mtime_ns)
-
-    def check(self, descriptor: int, path: Path | str) -> None:
-        """Refuse an open file that is another one by now."""
-        if Fingerprint.of(os.fstat(descriptor)) != self:
-            raise OSError(errno.ESTALE, "the file was changed while it was in use; start again", str(path))
-
-
-class MappedBytes:
-    """A range of bytes in a file, mapped into memory: processes share it, however they were started.
-
-    What is pickled is the place, not the bytes.
-    """
-
-    def __init__(self, path: Path, offset: int, size: int, fingerprint: Fingerprint) -> None:
-        self._place = (path.absolute(), offset, size, fingerprint)
-        with path.open("rb") as file:
-            fingerprint.check(file.fileno(), path)
-            # As a plain array, of which a slice is quicker made than of a memmap.
-            self._bytes: Bytes = np.asarray(
-                np.memmap(file, np.uint8, "r", offset, (size,)) if size else np.empty(0, np.uint8)
-            )
-
-    def __getitem__(self, where: slice) -> Bytes:
-        return self._bytes[where]
-
-    def __len__(self) -> int:
-        return len(self._bytes)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return MappedBytes, self._place
+Texts = npt.NDArray[np.bytes_]
+Result = TypeVar("Result")
 
 
 class UnreadableImageError(ValueError):
@@ -153,27 +86,24 @@ class PixelImages(Images):
 
     def picture(self, index: int, mode: str) -> Image.Image:
         pixels = self.pixels[index]
-        picture = Image.fromarray(pixels[:, :, 0] if pixels.shape[-1] == 1 else pixels)
-        return picture if picture.mode == mode else picture.convert(mode)
+        return Image.fromarray(pixels[:, :, 0] if pixels.shape[-1] == 1 else pixels).convert(mode)
 
 
 class EncodedImages(Images):
     """Images that are files of JPEG, PNG or another format, on a disk or inside of another file."""
 
-    is_in_memory = False
-    """Reading one does not wait for a disk."""
-
     @abstractmethod
     def file(self, index: int) -> str | IO[bytes]:
         """What Pillow opens."""
 
-    @abstractmethod
+    def header(self, index: int) -> Image.Image:
+        """The picture, of which the header is read."""
+        return opened(self.file(index))
+
     def content(self, index: int) -> bytes:
         """The whole file."""
-
-    def header(self, index: int) -> str | IO[bytes]:
-        """What Pillow opens to see the header alone."""
-        return self.file(index)
+        file = self.file(index)
+        return Path(file).read_bytes() if isinstance(file, str) else file.read()
 
     def picture(self, index: int, mode: str) -> Image.Image:
         try:
@@ -183,29 +113,113 @@ class EncodedImages(Images):
             raise unreadable(self.name(index), error) from error
 
 
-class NumberedImages(EncodedImages):
-    """Encoded images one after the other in one array of bytes."""
+class FileImages(EncodedImages):
+    """Files below a folder, by their paths from there."""
 
-    is_in_memory = True
-
-    def __init__(self, slices: Slices, what: str, numbers: Indices | None = None) -> None:
-        self._slices, self._what = slices, what
-        self._numbers = np.arange(len(slices.starts)) if numbers is None else numbers
+    def __init__(self, root: str | Path, paths: Sequence[str] | Texts) -> None:
+        self._root, self._paths = os.fspath(root), as_array(paths)
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._paths)
 
     def name(self, index: int) -> str:
-        return f"{self._what} {self._numbers[index]}"
+        return os.path.join(self._root, os.fsdecode(self._paths[index]))
 
-    def select(self, indices: Indices) -> "NumberedImages":
-        return NumberedImages(self._slices.select(indices), self._what, self._numbers[indices])
+    def select(self, indices: Indices) -> "FileImages":
+        return FileImages(self._root, self._paths[indices])
+
+    def file(self, index: int) -> str:
+        return self.name(index)
+
+
+class Fingerprint(NamedTuple):
+    """Shows whether a file is still the one that was looked at."""
+
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> "Fingerprint":
+        status = os.fstat(descriptor)
+        return cls(status.st_size, status.st_mtime_ns)
+
+
+class Archive(NamedTuple):
+    """A file that holds many images."""
+
+    path: str
+    seen: Fingerprint
+
+
+class ArchivedImages(EncodedImages):
+    """Ranges of bytes in other files.
+
+    Args:
+        archives: the files; or one array of bytes in memory, in place of one.
+        names: of the images, after the path of the archive.
+        places: (n, 3): number of the archive, first byte, number of bytes.
+    """
+
+    def __init__(self, archives: Sequence[Archive | Bytes], what: str, names: Texts, places: Indices) -> None:
+        self._archives, self._what, self._names, self._places = archives, what, names, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def name(self, index: int) -> str:
+        archive = self._archives[self._places[index, 0]]
+        path = archive.path if isinstance(archive, Archive) else self._what
+        return path + os.fsdecode(self._names[index])
+
+    def select(self, indices: Indices) -> "ArchivedImages":
+        return ArchivedImages(self._archives, self._what, self._names[indices], self._places[indices])
 
     def file(self, index: int) -> IO[bytes]:
         return BytesIO(self.content(index))
 
-    def content(self, index: int) -> bytes:
-        return self._slices.content(index)
+    def header(self, index: int) -> Image.Image:
+        try:
+            return opened(BytesIO(self.content(index, HEADER_BYTES)))
+        except Exception:  # a longer header, or a damaged one
+            return super().header(index)
+
+    def content(self, index: int, most: int | None = None) -> bytes:
+        number, start, size = self._places[index].tolist()
+        size, archive = min(size, most or size), self._archives[number]
+        if isinstance(archive, Archive):
+            return os.pread(_opened(archive).descriptor, size, start)
+        return bytes(archive[start : start + size])
+
+
+HEADER_BYTES = 4096
+"""Enough for nearly every image; with large profiles in it the whole is read."""
+
+
+class _Opened:
+    """An open file, closed when nobody reads from it any more.
+
+    Read at given positions only: it then may be used by threads, and by processes forked from this one.
+    """
+
+    def __init__(self, archive: Archive) -> None:
+        self.descriptor = os.open(archive.path, os.O_RDONLY)
+        if Fingerprint.of(self.descriptor) != archive.seen:
+            message = "the file was changed while it was in use; start again"
+            raise OSError(errno.ESTALE, message, archive.path)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+_opened = lru_cache(64)(_Opened)
+
+
+def as_array(texts: Iterable[str] | Texts) -> Texts:
+    """File names as one array of bytes."""
+    if isinstance(texts, np.ndarray):
+        return texts
+    return np.array([os.fsencode(text) for text in texts] or [], np.bytes_)
 
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "PPM", "BMP", "GIF", "TIFF", "JPEG2000", "AVIF")
@@ -215,8 +229,8 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "PPM", "BMP", "GIF", "TIFF", "JPEG2000", "AVI
 def _formats() -> tuple[str, ...]:
     """Pillow's formats for images of a set, the most likely first: each is tried in turn.
 
-    Left to itself Pillow loads the rarer ones when the first such file comes, and a second thread that comes
-    by meanwhile is told that its file is no image.
+    Left to itself Pillow loads the rarer ones when the first such file comes; to a second thread that comes
+    by meanwhile its file is no image.
     """
     Image.init()
     return tuple(name for name in _FORMATS if name in Image.OPEN)
@@ -227,11 +241,6 @@ def opened(file: str | IO[bytes]) -> Image.Image:
     if isinstance(file, str):
         require_regular(file)
     picture = Image.open(file, formats=_formats())
-    if picture.mode in ("I", "F"):
-        picture.close()
-        raise ValueError(
-            f"the range of its values, of mode {picture.mode}, is not known; save it with 8 bits"
-        )
     try:
         require_picture(picture)
     except ValueError:
@@ -263,6 +272,28 @@ def unreadable(name: str, error: Exception) -> UnreadableImageError:
     return UnreadableImageError(f"{name} cannot be read: {reason(error)}.")
 
 
+class Part(NamedTuple):
+    """Images and labels as a source has them, not checked yet."""
+
+    images: Images
+    labels: npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a source holds; without ``test`` a share of ``train`` is held out.
+
+    ``is_test_drawn``: the source itself has drawn ``test`` by the seed.
+    """
+
+    classes: tuple[str, ...]
+    train: Part
+    test: Part | None
+    photographs: bool = True
+    notes: tuple[str, ...] = ()
+    is_test_drawn: bool = False
+
+
 class Split:
     """Images by index, and their labels. Picklable, for worker processes.
 
@@ -276,10 +307,9 @@ class Split:
     """(n,), read-only."""
 
     def __init__(self, images: Images, labels: npt.NDArray[Any], channels: int) -> None:
-        self._images = images
+        self.images, self.channels = images, channels
         self.labels = np.array(labels, dtype=np.int64)
         self.labels.flags.writeable = False
-        self.channels = channels
         self._mode = "L" if channels == 1 else "RGB"
 
     def __len__(self) -> int:
@@ -289,31 +319,26 @@ class Split:
         return f"Split({len(self)} images, {self._mode})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Split, (self._images, self.labels, self.channels)
-
-    @property
-    def images(self) -> Images:
-        """Where they are, without the labels."""
-        return self._images
+        return Split, (self.images, self.labels, self.channels)
 
     @property
     def pixels(self) -> Bytes | None:
         """(n, H, W, C) where the source holds arrays of one size, else None; read-only."""
-        return self._images.pixels
+        return self.images.pixels
 
     def picture(self, index: int) -> Image.Image:
         """Decoded, of mode RGB, or L in a set of one channel; if that fails the error names the image."""
-        return self._images.picture(index, self._mode)
+        return self.images.picture(index, self._mode)
 
     def name(self, index: int) -> str:
         """For messages: the path, or the number in its file."""
-        return self._images.name(index)
+        return self.images.name(index)
 
     def subset(self, indices: Sequence[int] | npt.NDArray[Any]) -> "Split":
         """The images at the indices (or where a boolean mask is true), in that order."""
         chosen = np.asarray(indices)
         chosen = np.flatnonzero(chosen) if chosen.dtype == bool else chosen.astype(np.int64)
-        return Split(self._images.select(chosen), self.labels[chosen], self.channels)
+        return Split(self.images.select(chosen), self.labels[chosen], self.channels)
 
 
 @dataclass(frozen=True)
@@ -342,27 +367,182 @@ class ImageData:
     is_test_drawn: bool = False
 
 
-@dataclass(frozen=True)
-class Part:
-    """Images and labels as a source has them, not checked yet."""
-
-    images: Images
-    labels: npt.NDArray[Any]
-
-    def select(self, indices: Indices) -> "Part":
-        return Part(self.images.select(indices), self.labels[indices])
+BAR_FROM = 50
+"""Fewer pieces of work are done before a progress bar could be read."""
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What a source holds; without ``test`` a share of ``train`` is held out.
+def in_threads(
+    work: Callable[[range], Result],
+    count: int,
+    what: str,
+    *,
+    chunk: int = 64,
+    threads: int | None = None,
+    progress: bool = True,
+) -> list[Result]:
+    """``work`` on pieces of ``range(count)``, its results in order. Pillow and the disk free Python's lock.
 
-    ``is_test_drawn``: the source itself has drawn ``test`` by the seed.
+    Args:
+        work: takes a piece of the range.
+        count: how many items there are.
+        what: words for the progress bar, which the first process of a machine shows on a terminal.
+        chunk: size of a piece.
+        threads: as many as there are cores unless the work waits for a disk.
+        progress: show the bar.
+    """
+    pieces = [range(start, min(start + chunk, count)) for start in range(0, count, chunk)]
+    console = Console(stderr=True)
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    shown = progress and is_first and console.is_terminal and len(pieces) >= BAR_FROM
+    with ThreadPoolExecutor(threads or usable_cores()) as pool:
+        # After an error, or an interrupt, map() cancels what has not begun.
+        results = pool.map(work, pieces)
+        bar = track(results, what, len(pieces), console=console, transient=True, disable=not shown)
+        return list(bar)
+
+
+class Look(NamedTuple):
+    """What the headers of images show.
+
+    Args:
+        unreadable: a message for each image that has no readable header, by index.
+        sizes: width and height of the others.
+        is_grey: all are.
     """
 
-    classes: tuple[str, ...]
-    train: Part
-    test: Part | None
-    photographs: bool = True
-    notes: tuple[str, ...] = ()
-    is_test_drawn: bool = False
+    unreadable: dict[int, str]
+    sizes: set[tuple[int, int]]
+    is_grey: bool
+
+
+_GREY = ("1", "L", "LA", "La", "I;16", "I;16B", "I;16L")
+
+
+def look(images: Images, what: str) -> Look:
+    """Open all images, which reads their headers; the pixels are not decoded."""
+    if images.pixels is not None:
+        _, height, width, channels = images.pixels.shape
+        return Look({}, {(width, height)}, channels == 1)
+    assert isinstance(images, EncodedImages)
+    encoded = images
+
+    def look_at(piece: range) -> Look:
+        failed, sizes, is_grey = {}, set(), True
+        for index in piece:
+            try:
+                with encoded.header(index) as picture:
+                    sizes.add(picture.size)
+                    is_grey = is_grey and picture.mode in _GREY
+            except Exception as error:
+                failed[index] = str(unreadable(encoded.name(index), error))
+        return Look(failed, sizes, is_grey)
+
+    # More threads than cores: they wait for a disk.
+    looks = in_threads(look_at, len(images), f"looking at {what}", chunk=256, threads=16)
+    failed = {index: message for each in looks for index, message in each.unreadable.items()}
+    return Look(failed, set().union(*(each.sizes for each in looks)), all(each.is_grey for each in looks))
+
+
+NAMED = 5
+"""How many of the unreadable images a message names."""
+
+
+def counted(what: str, messages: Sequence[str], total: int) -> str:
+    """How many cannot be read, the first of them, and why.
+
+    >>> counted("pets", ["cat/1.jpg cannot be read: cannot identify image file."], 20)
+    '1 of 20 images of pets cannot be read: cat/1.jpg: cannot identify image file.'
+    """
+    named = [message.replace(" cannot be read: ", ": ", 1).removesuffix(".") for message in messages[:NAMED]]
+    more = f"; and {len(messages) - NAMED} more" if len(messages) > NAMED else ""
+    return f"{len(messages)} of {total} images of {what} cannot be read: {'; '.join(named)}{more}."
+
+
+def refusal(what: str, messages: Sequence[str], total: int) -> UnreadableImageError:
+    """One error for all images that cannot be read."""
+    return UnreadableImageError(
+        f"{counted(what, messages, total)} Repair or remove them, or skip them with skip_unreadable."
+    )
+
+
+def nothing_left(total: int, first: str) -> UnreadableImageError:
+    """Where those that cannot be read are skipped, and none of a split can be."""
+    return UnreadableImageError(
+        f"expected at least one image that can be read, got none among the {total} of a split; the first: "
+        f"{first} Repair them, or take other data."
+    )
+
+
+class Readable(NamedTuple):
+    """What could be decoded of a split.
+
+    Args:
+        pixels: (m, C, S, S), of the readable images.
+        indices: (m,), which images of the split those are; ``split.subset(indices)`` has their labels.
+        unreadable: a message for each of the others, which names it and says why.
+    """
+
+    pixels: Bytes
+    indices: Indices
+    unreadable: tuple[str, ...]
+
+
+def decode_all(split: Split, size: int, channels: int, *, progress: bool = True) -> Bytes:
+    """All images of the split as one array (n, C, S, S).
+
+    Pictures of another size are fitted, see :func:`fitted`. Images that cannot be read raise one error that
+    counts and names them; :func:`decode_readable` skips them.
+    """
+    pixels, _, failed = decode_readable(split, size, channels, progress=progress)
+    if failed:
+        raise refusal("the split", failed, len(split))
+    return pixels
+
+
+def decode_readable(split: Split, size: int, channels: int, *, progress: bool = True) -> Readable:
+    """The images of the split that can be read, as one array, and which they are."""
+    everything = np.arange(len(split))
+    if split.pixels is not None and split.pixels.shape[1:] == (size, size, channels):
+        return Readable(np.ascontiguousarray(split.pixels.transpose(0, 3, 1, 2)), everything, ())
+    pixels = np.empty((len(split), channels, size, size), np.uint8)
+    mode = "L" if channels == 1 else "RGB"
+
+    def decode_piece(piece: range) -> dict[int, str]:
+        failed = {}
+        for index in piece:
+            try:
+                picture = split.images.picture(index, mode)
+            except UnreadableImageError as error:
+                failed[index] = str(error)
+            else:
+                array = np.asarray(fitted(picture, size))
+                pixels[index] = array if channels == 1 else array.transpose(2, 0, 1)
+        return failed
+
+    pieces = in_threads(
+        decode_piece, len(split), "decoding images", threads=_useful_threads(split), progress=progress
+    )
+    failed = {index: message for piece in pieces for index, message in piece.items()}
+    indices = np.setdiff1d(everything, list(failed))
+    return Readable(pixels[indices] if failed else pixels, indices, tuple(failed.values()))
+
+
+def _useful_threads(split: Split) -> int | None:
+    """One for small pictures, whose decoding is mostly Python's part of the work; None for all cores."""
+    try:
+        width, height = split.picture(0).size
+    except (UnreadableImageError, IndexError):
+        return None
+    return 1 if width * height <= 64 * 64 else None
+
+
+def fitted(picture: Image.Image, size: int) -> Image.Image:
+    """A square of ``size`` pixels: the shorter side is resized to it (bicubic), then the centre is cut out.
+
+    >>> fitted(Image.new("RGB", (64, 48)), 32).size
+    (32, 32)
+    """
+    if picture.size == (size, size):
+        return picture
+    fit: Image.Image = center_crop(resize(picture, [size], InterpolationMode.BICUBIC), [size, size])
+    return fit

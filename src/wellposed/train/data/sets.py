@@ -1,12 +1,9 @@
-"""What every set must fulfil before it is trained on, and how it is divided.
+"""Sets of images by name: what every set must fulfil before it is trained on, and how it is divided.
 
-``digits``: 1,797 handwritten digits, 8 x 8 pixels, that come with this package.
-
-They are the test part of *Optical Recognition of Handwritten Digits* by E. Alpaydin and C. Kaynak (UCI
-Machine Learning Repository, https://doi.org/10.24432/C50P49, licence CC BY 4.0), as scikit-learn ships it.
-Changed: the grey levels 0 to 16 are scaled to 0 to 255.
-
-Sets of images by name.
+``digits`` are 1,797 handwritten digits, 8 x 8 pixels, that come with this package: the test part of *Optical
+Recognition of Handwritten Digits* by E. Alpaydin and C. Kaynak (UCI Machine Learning Repository,
+https://doi.org/10.24432/C50P49, licence CC BY 4.0), as scikit-learn ships it. Changed: the grey levels 0 to
+16 are scaled to 0 to 255.
 
 >>> data = open_data("digits")
 >>> len(data.train), len(data.test), data.channels, data.size
@@ -25,10 +22,154 @@ import numpy.typing as npt
 import torch
 
 from wellposed.text import closest
-from wellposed.train.data.decoding import Look, counted, look, refusal
-from wellposed.train.data.images import Contents, ImageData, Indices, Part, PixelImages, Split
+from wellposed.train.data.images import (
+    NAMED,
+    Contents,
+    ImageData,
+    Indices,
+    Part,
+    PixelImages,
+    Split,
+    counted,
+    look,
+    refusal,
+)
 
-_NAMED = 5
+FORMS = {
+    "digits": "digits",
+    "cifar10": "cifar10:DIR",
+    "cifar100": "cifar100:DIR",
+    "fashion-mnist": "fashion-mnist:DIR",
+    "torchvision": "torchvision:NAME",
+    "folder": "folder:DIR (or the folder alone)",
+    "hf": "hf:NAME_OR_PARQUET",
+    "wds": "wds:SHARDS",
+    "packed": "packed:FILE.npz",
+}
+"""All ways to name a set."""
+
+_BY_SUFFIX = {".npz": "packed:", ".parquet": "hf:", ".tar": "wds:"}
+
+
+def open_data(
+    spec: str,
+    *,
+    holdout: float = 0.1,
+    seed: int = 0,
+    limit: int | None = None,
+    skip_unreadable: bool = False,
+) -> ImageData:
+    """A set to train on, checked: its labels, its classes, and the header of every image.
+
+    Args:
+        spec: one of :data:`FORMS`.
+        holdout: share of each class to test on, where the set has no test split.
+        seed: of what is held out, of ``limit``, and of the test images of ``digits``.
+        limit: train on so many images only, drawn by the seed.
+        skip_unreadable: skip images that cannot be read, and say so in the notes, instead of stopping.
+            Headers are checked here; an image whose header is whole and whose pixels are not is found when it
+            is decoded.
+
+    Returns:
+        The images by index, which are decoded when they are asked for.
+
+    Example:
+        >>> open_data("digits", limit=100).train
+        Split(100 images, L)
+    """
+    if not 0 < holdout < 1:
+        raise ValueError(f"holdout must be in (0, 1), got {holdout}; it is the share to test on.")
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}.")
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}.")
+    contents = contents_of(spec, seed)
+    classes, notes = contents.classes, contents.notes
+    parts = [checked_labels(contents.train, classes, f"{spec}, train")]
+    if contents.test is not None:
+        parts.append(checked_labels(contents.test, classes, f"{spec}, test"))
+    looks = [look(part.images, spec) for part in parts]
+    channels = 1 if all(seen.is_grey for seen in looks) else 3
+    splits = [Split(part.images, part.labels, channels) for part in parts]
+    if unreadable := [message for seen in looks for message in seen.unreadable.values()]:
+        total = sum(map(len, splits))
+        if not skip_unreadable:
+            raise refusal(spec, unreadable, total)
+        splits = [
+            split.subset(np.setdiff1d(np.arange(len(split)), list(seen.unreadable)))
+            for split, seen in zip(splits, looks, strict=True)
+        ]
+        notes += (f"{counted(spec, unreadable, total)} They were skipped.",)
+    if contents.test is None:
+        (whole,) = splits
+        splits = [whole.subset(chosen) for chosen in held_out(whole.labels, holdout, seed)]
+        notes += (f"{len(splits[1])} of {len(whole)} images were held out for testing (seed {seed}).",)
+    train, test = splits
+    require_images(train, test, classes, spec)
+    if limit is not None:
+        train = limited(train, limit, seed, spec)
+        notes += (f"{limit} training images were drawn (seed {seed}).",)
+    for name, split in (("training", train), ("test", test)):
+        if missing := absent(split.labels, classes):
+            notes += (f"There are no {name} images of {listed(missing)}.",)
+    sizes = set().union(*(seen.sizes for seen in looks))
+    width, height = sizes.pop() if len(sizes) == 1 else (0, 1)
+    return ImageData(
+        name=spec,
+        classes=classes,
+        train=train,
+        test=test,
+        channels=channels,
+        size=width if width == height else None,
+        photographs=contents.photographs,
+        notes=notes,
+        is_test_drawn=contents.is_test_drawn or contents.test is None,
+    )
+
+
+def contents_of(spec: str, seed: int) -> Contents:
+    """What the set holds, not checked yet."""
+    from wellposed.train.data import archives, folder, libraries
+
+    if spec == "digits":
+        return digits(seed)
+    kind, colon, rest = spec.partition(":")
+    if not colon and Path(spec).expanduser().is_dir():
+        kind, rest = "folder", spec
+    elif not colon or kind not in FORMS or kind == "digits":
+        raise _unknown(spec, Path(spec).expanduser())
+    if not rest:
+        raise ValueError(f"expected {FORMS[kind]}, got {spec!r}; what comes after the colon is missing.")
+    path = Path(rest).expanduser()
+    match kind:
+        case "folder":
+            return folder.image_folder(path)
+        case "torchvision":
+            return libraries.torchvision_set(rest)
+        case "hf":
+            return libraries.hub(rest)
+        case "wds":
+            return archives.shards(rest)
+        case "packed":
+            return archives.packed(path)
+        case _:
+            return libraries.torchvision_files(kind, path)
+
+
+def _unknown(spec: str, path: Path) -> Exception:
+    if path.is_file():
+        prefix = _BY_SUFFIX.get(path.suffix)
+        remedy = f"for this one write {prefix}{spec}" if prefix else f"expected {', '.join(FORMS.values())}"
+        return ValueError(f"{spec} is a file; {remedy}.")
+    kind = spec.partition(":")[0]
+    if os.sep in kind or kind.startswith((".", "~")):
+        return FileNotFoundError(f"expected a folder of images, there is no {path}.")
+    close = closest(kind.lower(), FORMS)
+    hint = f"did you mean {FORMS[close]}? " if close else ""
+    return ValueError(
+        f"there is no set {spec!r}; {hint}Expected {', '.join(FORMS.values())}; there is no folder of that "
+        "name either."
+    )
 
 
 def checked_labels(part: Part, classes: tuple[str, ...], what: str) -> Part:
@@ -68,11 +209,11 @@ def numbered_classes(train: npt.NDArray[Any], test: npt.NDArray[Any] | None, wha
     return tuple(map(str, range(highest + 1)))
 
 
-def require_images(train: Part, test: Part, classes: tuple[str, ...], what: str) -> None:
+def require_images(train: Split, test: Split, classes: tuple[str, ...], what: str) -> None:
     """Both splits have images, and training all classes."""
-    for split, part in (("train", train), ("test", test)):
-        if not len(part.labels):
-            raise ValueError(f"the {split} split of {what} is empty; expected at least one image.")
+    for name, split in (("train", train), ("test", test)):
+        if not len(split):
+            raise ValueError(f"the {name} split of {what} is empty; expected at least one image.")
     empty = absent(train.labels, classes)
     if empty:
         raise ValueError(
@@ -93,9 +234,9 @@ def listed(names: list[str]) -> str:
     >>> listed(["cat", "dog"])
     "class 'cat' and class 'dog'"
     """
-    shown = [f"class {name!r}" for name in names[:_NAMED]]
-    if len(names) > _NAMED:
-        shown.append(f"{len(names) - _NAMED} more classes")
+    shown = [f"class {name!r}" for name in names[:NAMED]]
+    if len(names) > NAMED:
+        shown.append(f"{len(names) - NAMED} more classes")
     return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
 
 
@@ -118,13 +259,11 @@ def held_out(labels: Indices, share: float, seed: int) -> tuple[Indices, Indices
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
-def limited(part: Part, limit: int, seed: int, what: str) -> Part:
+def limited(split: Split, limit: int, seed: int, what: str) -> Split:
     """The first ``limit`` of a permutation drawn by the seed: a smaller limit is a part of a larger one."""
-    if limit > len(part.labels):
-        raise ValueError(
-            f"limit must be at most the {len(part.labels)} training images of {what}, got {limit}."
-        )
-    return part.select(np.random.default_rng(seed).permutation(len(part.labels))[:limit])
+    if limit > len(split):
+        raise ValueError(f"limit must be at most the {len(split)} training images of {what}, got {limit}.")
+    return split.subset(np.random.default_rng(seed).permutation(len(split))[:limit])
 
 
 TEST_IMAGES = 400
@@ -139,173 +278,13 @@ def all_digits() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
 def digits(seed: int) -> Contents:
     """The images; which 400 of them are for testing is drawn by the seed."""
     pixels, labels = all_digits()
-    whole = Part(PixelImages(pixels[..., None], "digit"), labels)
+    images = PixelImages(pixels[..., None], "digit")
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).numpy()
+    test, train = (Part(images.select(chosen), labels[chosen]) for chosen in np.split(order, [TEST_IMAGES]))
     return Contents(
         classes=tuple(map(str, range(10))),
-        train=whole.select(order[TEST_IMAGES:]),
-        test=whole.select(order[:TEST_IMAGES]),
+        train=train,
+        test=test,
         photographs=False,
         is_test_drawn=True,
-    )
-
-
-FORMS = {
-    "digits": "digits",
-    "cifar10": "cifar10:DIR",
-    "cifar100": "cifar100:DIR",
-    "fashion-mnist": "fashion-mnist:DIR",
-    "torchvision": "torchvision:NAME",
-    "folder": "folder:DIR (or the folder alone)",
-    "hf": "hf:NAME_OR_PARQUET",
-    "wds": "wds:SHARDS",
-    "packed": "packed:FILE.npz",
-}
-"""All ways to name a set."""
-
-_BY_SUFFIX = {".npz": "packed:", ".parquet": "hf:", ".tar": "wds:"}
-
-
-def open_data(
-    spec: str,
-    *,
-    holdout: float = 0.1,
-    seed: int = 0,
-    limit: int | None = None,
-    skip_unreadable: bool = False,
-) -> ImageData:
-    """A set to train on, checked: its labels, its classes, and the header of every image.
-
-    Args:
-        spec: one of :data:`FORMS`.
-        holdout: share of each class to test on, where the set has no test split.
-        seed: of what is held out, of ``limit``, and of the test images of ``digits``.
-        limit: train on so many images only, drawn by the seed.
-        skip_unreadable: leave out images that cannot be read, and say so in the notes, instead of stopping.
-            Headers are checked here; an image whose header is whole and whose pixels are not is found when it
-            is decoded.
-    """
-    if not 0 < holdout < 1:
-        raise ValueError(f"holdout must be in (0, 1), got {holdout}; it is the share to test on.")
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1, got {limit}.")
-    if seed < 0:
-        raise ValueError(f"seed must be at least 0, got {seed}.")
-    contents = contents_of(spec, seed)
-    classes, notes = contents.classes, contents.notes
-    parts = [
-        checked_labels(part, classes, f"{spec}, {split}")
-        for split, part in (("train", contents.train), ("test", contents.test))
-        if part is not None
-    ]
-    looks = [look(part.images, spec) for part in parts]
-    parts, skipped = _readable(parts, looks, spec, skip_unreadable)
-    notes += skipped
-    if contents.test is None:
-        (whole,) = parts
-        kept, apart = held_out(whole.labels, holdout, seed)
-        parts = [whole.select(kept), whole.select(apart)]
-        notes += (f"{len(apart)} of {len(whole.labels)} images were held out for testing (seed {seed}).",)
-    train, test = parts
-    require_images(train, test, classes, spec)
-    if limit is not None:
-        train = limited(train, limit, seed, spec)
-        notes += (f"{limit} training images were drawn (seed {seed}).",)
-    for split, part in (("training", train), ("test", test)):
-        missing = absent(part.labels, classes)
-        if missing:
-            notes += (f"There are no {split} images of {listed(missing)}.",)
-
-    channels = 1 if all(seen.is_grey for seen in looks) else 3
-    sizes = {seen.size for seen in looks}
-    return ImageData(
-        name=spec,
-        classes=classes,
-        train=Split(train.images, train.labels, channels),
-        test=Split(test.images, test.labels, channels),
-        channels=channels,
-        size=sizes.pop() if len(sizes) == 1 else None,
-        photographs=contents.photographs,
-        notes=notes,
-        is_test_drawn=contents.is_test_drawn or contents.test is None,
-    )
-
-
-def _readable(
-    parts: list[Part], looks: list[Look], spec: str, skip_unreadable: bool
-) -> tuple[list[Part], tuple[str, ...]]:
-    messages = [message for seen in looks for _, message in seen.unreadable]
-    if not messages:
-        return parts, ()
-    total = sum(len(part.labels) for part in parts)
-    if not skip_unreadable:
-        raise refusal(spec, messages, total)
-    kept = [
-        part.select(
-            np.setdiff1d(np.arange(len(part.labels)), np.array([i for i, _ in seen.unreadable], np.int64))
-        )
-        for part, seen in zip(parts, looks, strict=True)
-    ]
-    return kept, (f"{counted(spec, messages, total)} They were left out.",)
-
-
-def contents_of(spec: str, seed: int) -> Contents:
-    """What the set holds, not checked yet. Each source is imported when it is asked for."""
-    kind, colon, rest = spec.partition(":")
-    if spec == "digits":
-        return digits(seed)
-    if colon and kind in FORMS and kind != "digits":
-        if not rest:
-            raise ValueError(f"expected {FORMS[kind]}, got {spec!r}; what comes after the colon is missing.")
-        return _from_source(kind, rest)
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        from wellposed.train.data.folder import image_folder
-
-        return image_folder(path)
-    raise _unknown(spec, path)
-
-
-def _from_source(kind: str, rest: str) -> Contents:
-    path = Path(rest).expanduser()
-    match kind:
-        case "cifar10" | "cifar100" | "fashion-mnist":
-            from wellposed.train.data.torchvision_sets import torchvision_files
-
-            return torchvision_files(kind, path)
-        case "torchvision":
-            from wellposed.train.data.torchvision_sets import torchvision_set
-
-            return torchvision_set(rest)
-        case "folder":
-            from wellposed.train.data.folder import image_folder
-
-            return image_folder(path)
-        case "packed":
-            from wellposed.train.data.packed import packed
-
-            return packed(path)
-        case "hf":
-            from wellposed.train.data.hub import hub
-
-            return hub(rest)
-        case _:
-            from wellposed.train.data.shards import shards
-
-            return shards(rest)
-
-
-def _unknown(spec: str, path: Path) -> Exception:
-    if path.is_file():
-        prefix = _BY_SUFFIX.get(path.suffix)
-        remedy = f"for this one write {prefix}{spec}" if prefix else f"expected {', '.join(FORMS.values())}"
-        return ValueError(f"{spec} is a file; {remedy}.")
-    kind = spec.partition(":")[0]
-    if os.sep in kind or kind.startswith((".", "~")):
-        return FileNotFoundError(f"expected a folder of images, there is no {path}.")
-    close = closest(kind.lower(), FORMS)
-    hint = f"did you mean {FORMS[close]}? " if close else ""
-    return ValueError(
-        f"there is no set {spec!r}; {hint}Expected {', '.join(FORMS.values())}; there is no folder of that "
-        "name either."
     )
