@@ -148,7 +148,18 @@ def test_no_images(tmp_path) -> None:
 
 def test_help_names_the_commands() -> None:
     result = CliRunner().invoke(app, ["--help"])
-    for command in ("demo", "diagnose", "report", "study", "train", "sweep", "pack", "bench", "doctor"):
+    for command in (
+        "demo",
+        "diagnose",
+        "report",
+        "study",
+        "train",
+        "sweep",
+        "pack",
+        "push",
+        "bench",
+        "doctor",
+    ):
         assert f"│ {command} " in result.output
     groups = [result.output.index(f"─ {name} ─") for name in ("First steps", "Measure", "Train", "Reproduce")]
     assert groups == sorted(groups)

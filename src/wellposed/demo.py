@@ -19,10 +19,10 @@ from rich.progress import track
 from rich.table import Table
 
 from wellposed import __version__
+from wellposed.environment import usable_cores
 from wellposed.files import alone_in, read_object, write_json
 from wellposed.train.recipe import Recipe
-from wellposed.train.sweep import COMMAND, cores, failures, train_runs
-from wellposed.train.sweep.plan import Run
+from wellposed.train.sweep import COMMAND, Run, failures, train_runs
 
 if TYPE_CHECKING:
     from wellposed.probes.diagnose import What
@@ -115,7 +115,7 @@ def run(
     recipes = {name: Recipe(**{**COMMON, **edit, **own}) for name, edit in VARIANTS.items()}
     runs = [Run(name, name, recipe, out / RUNS / name) for name, recipe in recipes.items()]
     _make_room(out, {name: recipe.to_mapping() for name, recipe in recipes.items()})
-    jobs = min(cores(), len(runs))
+    jobs = min(usable_cores() or 1, len(runs))
     children, code = train_runs(runs, out=out / RUNS, jobs=jobs, command=COMMAND, console=console)
     for text in failures(children):
         _say(console, text)

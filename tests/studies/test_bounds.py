@@ -6,7 +6,7 @@ import pytest
 
 from studies.bounds import study as bounds
 from study_material import claim_of, draws, kept, records
-from wellposed.linalg.bounds import VERDICTS
+from wellposed.records import VERDICTS
 
 
 def test_bounds_are_measured_through_training_and_counted(run, tmp_path):

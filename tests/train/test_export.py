@@ -18,7 +18,7 @@ import wellposed as wp
 from wellposed.image_files import decode
 from wellposed.train import durable
 from wellposed.train import durable as folder_swap
-from wellposed.train.export import FIRST_LOCAL_DIR, export_weights
+from wellposed.train.export import FIRST_LOCAL_DIR, Exported, export_weights
 from wellposed.train.recipe import Recipe, combine, read_recipe
 
 SIDE = 32
@@ -141,7 +141,7 @@ def export(folder, model, recipe, options, **more):
         "train_images": 50_000,
         "test_images": 10_000,
     }
-    export_weights(folder, model.state_dict(), **{**given, **more})
+    export_weights(folder, model.state_dict(), Exported(**{**given, **more}))
 
 
 def from_folder(folder, **options):

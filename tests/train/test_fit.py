@@ -20,12 +20,12 @@ import wellposed as wp
 from short_runs import TINY, recipe, run, weights
 from wellposed.run_records import read_run
 from wellposed.train import Recipe, fit
+from wellposed.train import loop as saving
 from wellposed.train import model as builder
-from wellposed.train import training_state as saving
 from wellposed.train.data import open_data
 from wellposed.train.model import build_model
 from wellposed.train.recipe import read_recipe
-from wellposed.train.resolve import resolve
+from wellposed.train.resolve import from_data
 
 SMALL_MODELS = {
     "vit_tiny_patch16_224": TINY,
@@ -170,7 +170,9 @@ def test_the_best_weights_keep_the_eps_they_were_tested_with(tmp_path, monkeypat
 def test_xavier_is_another_start(tmp_path) -> None:
 
     data = open_data("digits")
-    models = {init: build_model(resolve(recipe(init=init), data), 10, 1).model for init in ("timm", "xavier")}
+    models = {
+        init: build_model(from_data(recipe(init=init), data), 10, 1).model for init in ("timm", "xavier")
+    }
     weight = models["xavier"].blocks[0].mlp.fc1.weight
     bound = (6 / sum(weight.shape)) ** 0.5
     assert 0.9 * bound < weight.abs().max() <= bound

@@ -10,9 +10,9 @@ import torch
 
 from short_runs import assert_bitwise, recipe, run, signal_at, weights
 from wellposed.run_records import read_run
+from wellposed.train import fit
 from wellposed.train.recipe import Recipe
-from wellposed.train.resolve import make_accelerator, prepare, resolve_floor
-from wellposed.train.runs import default_folder
+from wellposed.train.resolve import with_floors
 
 CPU = torch.device("cpu")
 PLAN = importlib.import_module("wellposed.linalg.spectral_plan")
@@ -47,7 +47,7 @@ def saved(folder) -> dict:
     ],
 )
 def test_the_floor_on_a_cpu(fields, floor) -> None:
-    assert resolve_floor(Recipe(**fields), CPU).gray_floor == floor
+    assert with_floors(Recipe(**fields), CPU, {}).gray_floor == floor
 
 
 def test_it_is_written_into_the_recipe_and_the_card(tmp_path) -> None:
@@ -73,11 +73,13 @@ def test_a_run_that_moves_to_another_device_keeps_it(tmp_path, monkeypatch, othe
         run(tmp_path / "moved", **fields, gray_floor=0.01)
 
 
-def test_the_usual_folder_is_the_same_on_all_devices(other_device) -> None:
-    given = recipe(graying="spectral")
-    there = default_folder(prepare(given, make_accelerator(given, [], "runs")).recipe)
+def test_the_usual_folder_is_the_same_on_all_devices(other_device, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = recipe(graying="spectral", epochs=1)
+    there = fit(given, quiet=True).folder
     other_device.undo()
-    assert default_folder(prepare(given, make_accelerator(given, [], "runs")).recipe) == there
+    assert fit(given, quiet=True).folder == there
+    assert saved(there)["gray_floor"] == ELSEWHERE
 
 
 def test_a_run_of_an_older_version_goes_on_and_says_so(tmp_path, monkeypatch) -> None:

@@ -24,10 +24,11 @@ from wellposed.train.batches.order import generators_kept
 from wellposed.train.checkpoint import Store
 from wellposed.train.data import ImageData, Split
 from wellposed.train.data.images import PixelImages
+from wellposed.train.distributed import make_accelerator
 from wellposed.train.loop import LOOK_EVERY, USUAL, Loop, Sums, first_test_images, paced
 from wellposed.train.model import build_model
 from wellposed.train.recipe import Recipe
-from wellposed.train.resolve import make_accelerator, resolve, resolve_for
+from wellposed.train.resolve import from_data, from_model
 from wellposed.train.tasks import make_task
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def run(recipe: Recipe, *, updates: int = 50, rounds: int = 5) -> BenchResult:
         device = accelerator.device
         data = _random_data(recipe)
         # A bare step mixes no images either.
-        recipe = resolve(replace(recipe, monitor_every=0, mixup=0.0, smoothing=0.0), data)
+        recipe = from_data(replace(recipe, monitor_every=0, mixup=0.0, smoothing=0.0), data)
         recipe = replace(recipe, compile=device.type == "cuda" if recipe.compile is None else recipe.compile)
         loop = _loop(recipe, data, accelerator, Path(folder))
         trained = _trained(loop)
@@ -162,7 +163,7 @@ def _random_data(recipe: Recipe) -> ImageData:
 
 def _loop(recipe: Recipe, data: ImageData, accelerator: "Accelerator", folder: Path) -> Loop:
     built = build_model(recipe, len(data.classes), data.channels)
-    recipe = resolve_for(recipe, built.model)
+    recipe, _ = from_model(recipe, built.model)
     assert recipe.image_size is not None
     train, test = make_batches(
         replace(recipe, placement="device"),

@@ -90,12 +90,10 @@ class RecipeCall(EditCall):
 
     Args:
         eps_end, eps_schedule: of a graying whose power changes during training.
-        index: in the recipe's ``edits``; None for a short form.
     """
 
     eps_end: float | None = None
     eps_schedule: str = "linear"
-    index: int | None = None
 
 
 def calls(recipe: "Recipe", blocks: int | None = None) -> list[RecipeCall]:
@@ -105,7 +103,7 @@ def calls(recipe: "Recipe", blocks: int | None = None) -> list[RecipeCall]:
         recipe: of the edits.
         blocks: how many the model has, for a power for each of all blocks (``eps_per_block``).
     """
-    own = [_call(index, call, recipe) for index, call in enumerate(recipe.edits)]
+    own = [_call(call, recipe) for call in recipe.edits]
     return [*_short_forms(recipe, blocks), *own]
 
 
@@ -114,11 +112,11 @@ def grayings(recipe: "Recipe") -> list[RecipeCall]:
     return [call for call in calls(recipe) if call.kind == GRAY]
 
 
-def _call(index: int, call: Mapping[str, Any], recipe: "Recipe") -> RecipeCall:
+def _call(call: Mapping[str, Any], recipe: "Recipe") -> RecipeCall:
     arguments = call_arguments(call, without=_SCHEDULE)
     if arguments.get("scaled") and "init" not in arguments:
         arguments["init"] = _scale_init(recipe)
-    return RecipeCall(call["edit"], arguments, call.get("eps_end"), call.get("eps_schedule", "linear"), index)
+    return RecipeCall(call["edit"], arguments, call.get("eps_end"), call.get("eps_schedule", "linear"))
 
 
 def _short_forms(recipe: "Recipe", blocks: int | None) -> Iterator[RecipeCall]:
@@ -170,7 +168,7 @@ def _scale_init(recipe: "Recipe") -> str:
 
 
 def apply_edits(model: "nn.Module", recipe: "Recipe") -> "Edits":
-    """Make the recipe's edits in a model. Each graying remembers its call, for its schedule and its floor."""
+    """Make the recipe's edits in a model. Each graying remembers its call, for its schedule."""
     from wellposed import anatomy, surgery
     from wellposed.nn import TokenGraying
 

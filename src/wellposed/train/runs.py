@@ -1,8 +1,6 @@
-"""The folder of a run: its name, and whether what is in it can go on.
+"""The folder of a run: its name, whether what is in it can be resumed, and its weights as a model again.
 
-The weights of a run as a model again, with its edits, and some of its own test images.
-
-A run has several: those it started from, its checkpoints, the last ones and the best. ::
+A run has several weights: those it started from, its checkpoints, the last ones and the best. ::
 
     run = open_run("runs/first")
     diagnosis = wellposed.diagnose(run.model("best"), run.images)
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.environment import without_secrets
-from wellposed.files import clear_staged, read_object, write_json
+from wellposed.files import clear_staged, read_object
 from wellposed.models import load_weights, say_weights
 from wellposed.run_records import NAME as LOG
 from wellposed.run_records import read_run
@@ -43,17 +41,17 @@ RECIPE, RESULT, ENVIRONMENT = "recipe.toml", "result.json", "environment.json"
 
 
 def default_folder(recipe: Recipe, without: Collection[str] = ()) -> Path:
-    """The same for equal recipes, so that starting again goes on.
+    """The same for equal recipes, so that the same call resumes.
 
     >>> default_folder(Recipe()) == default_folder(Recipe(workers=0))
     True
 
     Args:
         recipe: of the run.
-        without: fields that the name does not hang on.
+        without: fields that the name does not depend on.
     """
-    told = {name: value for name, value in decisive(recipe).items() if name not in without}
-    text = json.dumps(told, sort_keys=True, default=str)
+    chosen = {name: value for name, value in decisive(recipe).items() if name not in without}
+    text = json.dumps(chosen, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     kind, colon, rest = recipe.data.removeprefix("torchvision:").partition(":")
     data = kind if colon and kind not in ("packed", "hf", "wds", "folder") else Path(rest or kind).stem
@@ -65,12 +63,6 @@ def decisive(recipe: Recipe) -> dict[str, Any]:
     """The fields that decide the result; the others may change when a run goes on."""
     free = {field.name for field in dataclasses.fields(recipe) if field.metadata["free"]}
     return {name: value for name, value in recipe.to_mapping().items() if name not in free}
-
-
-def recipe_before(folder: Path) -> dict[str, Any]:
-    """The fields of the run in the folder; none if there is no run."""
-    file = folder / RECIPE
-    return read_recipe(file) if file.is_file() else {}
 
 
 def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any] | None:
@@ -147,10 +139,6 @@ def _empty(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def write_environment(folder: Path, environment: dict[str, Any]) -> None:
-    write_json(folder / ENVIRONMENT, environment)
-
-
 Named = Literal["initial", "last", "best"]
 
 IMAGES = 32
@@ -159,8 +147,8 @@ IMAGES = 32
 _WRITTEN = ("best", "last")
 _CONFIG = "config.json"
 _WHEN = (
-    "A run writes its best weights with its checkpoints and its last ones when it ends: start it again, it "
-    "goes on."
+    "A run writes its best weights with its checkpoints and its last ones when it ends; the same command "
+    "resumes it."
 )
 
 
@@ -353,8 +341,8 @@ def _require_own(file: Path) -> None:
     if not (file.parent / _CONFIG).is_file():
         return
     with _fields_of(file.parent):
-        told = _config(file.parent)["wellposed"].get("sha256")
-    if told is not None and told != file_hash(file):
+        said = _config(file.parent)["wellposed"].get("sha256")
+    if said is not None and said != file_hash(file):
         raise ValueError(
             f"expected the weights that the run wrote, {file} holds others (its SHA-256 is not that in "
             f"{_CONFIG}); copy the folder again, or name the file as weights= of a model."
@@ -362,16 +350,16 @@ def _require_own(file: Path) -> None:
 
 
 def _planned_updates(folder: Path) -> int:
-    """Of the whole run, also where it has not come to its end: the schedule of eps hangs on it."""
+    """Of the whole run, also where it has not come to its end: the schedule of eps depends on it."""
     file = folder / "result.json"
     if file.is_file():
         result = read_result(folder)
         if result["finished"]:
             return int(result["updates"])
-    told = [int(line["updates"]) for line in read_run(folder) if line.get("updates")]
-    if not told:
-        raise ValueError(f"expected the number of updates in {folder / LOG}, it is not told there.")
-    return told[-1]
+    planned = [int(line["updates"]) for line in read_run(folder) if line.get("updates")]
+    if not planned:
+        raise ValueError(f"expected the number of updates in {folder / LOG}, which does not have it.")
+    return planned[-1]
 
 
 def _config(weights: Path) -> dict[str, Any]:

@@ -1,24 +1,20 @@
-"""What a training loop gets: batches, and the two kinds of sources that give them.
+"""What a training loop gets: the batches of every update, and those of a test.
 
-From the host to the device without waiting for either.
+Mixup, CutMix and label smoothing are timm's, with draws that depend on (seed, update) alone. timm draws one
+mixing weight (and one rectangle) for the batch it is given. Here every pass of an update, on every process,
+draws the same, and the passes hold mirrored positions (see ``order.py``): together they are what timm makes
+of the whole batch.
 
-Mixup, CutMix and label smoothing: timm's, with draws that depend on (seed, update) alone.
+Every process gets the same number of test batches of the same size: with collective operations in the model
+none may run short. The end is padded with the last image, of weight 0.
 
-timm draws one mixing weight (and one rectangle) for the batch it is given. Here every pass of an update, on
-every process, draws the same, and the passes hold mirrored positions (see ``order.py``): together they are
-what timm makes of the whole batch.
-
-From pixels to a batch: what resident and streamed images have in common.
-
-Training images that all lie on the device, decoded once.
-
-An update is a few kernels: nothing is read, and nothing waits for the device. The order of an epoch goes
-there once; what an update needs of it is a view.
+>>> indices, weights = shares(5, batch_size=2, rank=1, world=2)
+>>> indices.tolist(), weights.tolist()
+([[2, 3], [4, 4]], [[1.0, 1.0], [0.0, 0.0]])
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -26,8 +22,9 @@ from numpy.typing import NDArray
 from timm.data.mixup import Mixup, one_hot
 from torch import Tensor
 
-from wellposed.train.batches.augment import NOISE_STARTS, Augmentation, augmented, draw
-from wellposed.train.batches.order import Order, Purpose, generator, numpy_seeded
+from wellposed.train.batches.augment import NOISE_STARTS, Augmentation, augmented, draw, normalised
+from wellposed.train.batches.order import Indices, Order, Pass, Purpose, generator, numpy_seeded
+from wellposed.train.batches.sources import Loaded, Placement, Source, upload
 
 
 @dataclass(frozen=True)
@@ -48,97 +45,6 @@ class EvalBatch:
     images: Tensor
     labels: Tensor
     weights: Tensor
-
-
-class TrainBatches(Protocol):
-    """The batches of every update; the same whenever and however often they are asked for."""
-
-    updates_per_epoch: int
-    placement: Literal["device", "stream"]
-    notes: list[str]
-    """Sentences for a report, at the start: images that could not be read."""
-    unreadable: list[str]
-    """A message for each streamed image that was met and could not be read; it grows."""
-
-    @property
-    def images(self) -> int:
-        """Without those that could not be read, as far as they are known."""
-        ...
-
-    def iterate(self, start: int, stop: int) -> Iterator[tuple[int, list[Batch]]]:
-        """The updates from ``start`` up to ``stop``, each with this process's passes."""
-        ...
-
-    def at(self, update: int) -> list[Batch]:
-        """The passes of one update, bit for bit those that ``iterate`` gives."""
-        ...
-
-    def reorder(self, rollbacks: int) -> None:
-        """Visit the images in another order from now on; 0 is the first one."""
-        ...
-
-    def close(self) -> None:
-        """End the worker processes, if there are any."""
-        ...
-
-
-class EvalBatches(Protocol):
-    """The test images in order, shared by the processes, in batches of one size."""
-
-    notes: list[str]
-    unreadable: list[str]
-    """As of :class:`TrainBatches`."""
-
-    @property
-    def images(self) -> int:
-        """As of :class:`TrainBatches`."""
-        ...
-
-    def __len__(self) -> int:
-        """Batches of this process; every process has as many."""
-        ...
-
-    def __iter__(self) -> Iterator[EvalBatch]: ...
-
-
-def updates(start: int, stop: int) -> range:
-    """The updates that ``iterate`` is asked for."""
-    if not 0 <= start <= stop:
-        raise ValueError(f"expected 0 <= start <= stop, got start={start} and stop={stop}.")
-    return range(start, stop)
-
-
-PINNED_LIMIT = 64 * 2**20
-"""Bytes; a whole set of images should not be locked in the host's memory."""
-
-
-def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """An array on the device; on CUDA the copy of a small one is queued and the host goes on."""
-    tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
-    if device.type == "cuda" and tensor.nbytes <= PINNED_LIMIT:
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
-
-
-class Uploads:
-    """Copies of pinned batches; on CUDA beside the computation that is still going on."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
-
-    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
-        if self._stream is None:
-            return [tensor.to(self.device) for tensor in tensors]
-        with torch.cuda.stream(self._stream):
-            copies = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
-        current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self._stream)
-        for copy in copies:
-            # Made on one stream, used on another: its memory must not be given away before that use.
-            copy.record_stream(current)
-        return copies
 
 
 class Mixing:
@@ -182,13 +88,18 @@ class Mixing:
         return images, labels
 
 
+def scale(values: Sequence[float], device: torch.device) -> Tensor:
+    """A mean or deviation of the channels, for pixels from 0 to 255, as (C, 1, 1)."""
+    return (torch.tensor(values, dtype=torch.float32) * 255).view(-1, 1, 1).to(device)
+
+
 class Preparation:
     """Augments, normalises and mixes the passes of an update, on the device.
 
     Args:
         augmentation: what is done here.
         mixing: mixup, CutMix and smoothing.
-        order: of the run; tells which rows of an update's plan are this process's.
+        order: of the run; shows which rows of an update's plan are this process's.
         mean, std: of the channels, for pixels from 0 to 1.
         size: side of the images.
         device: where they are.
@@ -227,51 +138,131 @@ class Preparation:
         whole = draw(self.augmentation, order.seed, update, order.batch_size, self.size)
         return list(upload(whole[order.positions], self.device).unbind(0))
 
-    def batch(
-        self, update: int, plan: Tensor | None, pixels: Tensor, indices: Tensor | None, labels: Tensor
-    ) -> Batch:
-        """One pass: the images at ``indices`` of ``pixels``, with their labels (b,)."""
-        images = self._augmented(pixels, indices, plan, self.mean, self.std, self._noise, self.augmentation)
-        return Batch(*self.mixing(update, images, labels))
+    def batch(self, update: int, plan: Tensor | None, loaded: Loaded) -> Batch:
+        """One pass."""
+        images = self._augmented(
+            loaded.pixels, loaded.indices, plan, self.mean, self.std, self._noise, self.augmentation
+        )
+        return Batch(*self.mixing(update, images, loaded.labels))
 
 
-def scale(values: Sequence[float], device: torch.device) -> Tensor:
-    """A mean or deviation of the channels, for pixels from 0 to 255, as (C, 1, 1)."""
-    return (torch.tensor(values, dtype=torch.float32) * 255).view(-1, 1, 1).to(device)
+class TrainBatches:
+    """The batches of every update; the same whenever and however often they are asked for.
 
+    Args:
+        source: of the images.
+        preparation: what is done to them on the device.
+        notes: sentences for a report, at the start: images that could not be read.
+    """
 
-class ResidentBatches:
-    """Batches from pixels (n, C, S, S), uint8, and labels (n,), int64, on the device."""
-
-    placement: Literal["device", "stream"] = "device"
-
-    def __init__(self, pixels: Tensor, labels: Tensor, preparation: Preparation, *, notes: list[str]) -> None:
-        self.pixels, self.labels, self.preparation, self.notes = pixels, labels, preparation, notes
-        self.images, self.unreadable = len(pixels), list[str]()
+    def __init__(self, source: Source, preparation: Preparation, notes: list[str]) -> None:
+        self.source, self.preparation, self.notes = source, preparation, notes
+        self.placement: Placement = source.placement
         self.updates_per_epoch = preparation.order.updates_per_epoch
-        self._epoch: tuple[int, Tensor] | None = None
+        self._turn = 0
+
+    @property
+    def images(self) -> int:
+        """Without those that could not be read, as far as they are known."""
+        return self.source.images
+
+    @property
+    def unreadable(self) -> list[str]:
+        """A message for each streamed image that was met and could not be read; it grows."""
+        return self.source.unreadable
 
     def iterate(self, start: int, stop: int) -> Iterator[tuple[int, list[Batch]]]:
-        for update in updates(start, stop):
-            yield update, self.at(update)
+        """The updates from ``start`` up to ``stop``, each with this process's passes."""
+        if not 0 <= start <= stop:
+            raise ValueError(f"expected 0 <= start <= stop, got start={start} and stop={stop}.")
+        self._turn += 1
+        turn, order = self._turn, self.preparation.order
+        loaded = self.source.read(one for update in range(start, stop) for one in order.passes(update))
+        for update in range(start, stop):
+            if turn != self._turn:
+                raise RuntimeError(
+                    f"iterate() was ended before update {update} by close(), reorder() or another iterate(); "
+                    "use one at a time."
+                )
+            yield update, self._prepared(update, [next(loaded) for _ in order.positions])
 
     def at(self, update: int) -> list[Batch]:
-        epoch, step = self.preparation.order.place(update)
-        passes = self._table(epoch)[step].unbind(0)
-        plans = self.preparation.plans(update)
-        return [
-            self.preparation.batch(update, plan, self.pixels, indices, self.labels[indices])
-            for plan, indices in zip(plans, passes, strict=True)
-        ]
+        """The passes of one update, bit for bit those that ``iterate`` gives."""
+        return self._prepared(update, map(self.source.take, self.preparation.order.passes(update)))
 
     def reorder(self, rollbacks: int) -> None:
+        """Visit the images in another order from now on; 0 is the first one."""
+        self._turn += 1
         self.preparation.order.rollbacks = rollbacks
-        self._epoch = None
 
     def close(self) -> None:
-        """There are no workers."""
+        """End the worker processes, if there are any."""
+        self._turn += 1
+        self.source.close()
 
-    def _table(self, epoch: int) -> Tensor:
-        if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = epoch, upload(self.preparation.order.table(epoch), self.pixels.device)
-        return self._epoch[1]
+    def _prepared(self, update: int, loaded: Iterable[Loaded]) -> list[Batch]:
+        plans = self.preparation.plans(update)
+        return [self.preparation.batch(update, *each) for each in zip(plans, loaded, strict=True)]
+
+
+def shares(images: int, batch_size: int, rank: int, world: int) -> tuple[Indices, NDArray[np.float32]]:
+    """(batches, batch_size) indices of images and their weights."""
+    batches = -(-images // (batch_size * world))
+    all_of_them = np.arange(batches * world * batch_size).reshape(batches, world, batch_size)[:, rank]
+    return np.minimum(all_of_them, images - 1), (all_of_them < images).astype(np.float32)
+
+
+class EvalBatches:
+    """The test images in order, shared by the processes, in batches of one size.
+
+    An image that cannot be read, where others stand for such, has weight 0.
+
+    Args:
+        source: of the images.
+        batch_size: of each process.
+        mean, std: of the channels, for pixels from 0 to 1.
+        device: where the batches go.
+        rank, world: this process among how many.
+        notes: as of :class:`TrainBatches`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        batch_size: int,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        device: torch.device,
+        rank: int,
+        world: int,
+        notes: list[str],
+    ) -> None:
+        self.source, self.device, self.notes = source, device, notes
+        self.mean, self.std = scale(mean, device), scale(std, device)
+        self._indices, self._weights = shares(source.images, batch_size, rank, world)
+
+    @property
+    def images(self) -> int:
+        """As of :class:`TrainBatches`."""
+        return self.source.images
+
+    @property
+    def unreadable(self) -> list[str]:
+        """As of :class:`TrainBatches`."""
+        return self.source.unreadable
+
+    def __len__(self) -> int:
+        """Batches of this process; every process has as many."""
+        return len(self._indices)
+
+    def __iter__(self) -> Iterator[EvalBatch]:
+        passes = (Pass(0, indices, indices) for indices in self._indices)
+        try:
+            for loaded, weights in zip(self.source.read(passes), self._weights, strict=True):
+                pixels = loaded.pixels if loaded.indices is None else loaded.pixels[loaded.indices]
+                images = normalised(pixels, self.mean, self.std)
+                read = weights if loaded.was_read is None else weights * loaded.was_read
+                yield EvalBatch(images, loaded.labels, upload(read, self.device))
+        finally:
+            self.source.close()  # the memory of the workers is free until the next test

@@ -1,35 +1,27 @@
-"""Whether the images are kept on the device or streamed through workers.
+"""Batches for training and testing, from a recipe and a set of images.
 
-What batches need of a recipe and its data, told before any image is read.
-
-Batches for training and testing, from a recipe and a set of images.
+What they need of the two is checked before any image is read, and whether the images are kept on the device
+or streamed through workers is chosen by their size.
 """
 
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
-from torch import Tensor
 
 from wellposed.train.batches.augment import Augmentation
-from wellposed.train.batches.batch import (
-    EvalBatches,
-    Mixing,
-    Preparation,
-    ResidentBatches,
-    TrainBatches,
-    upload,
-)
+from wellposed.train.batches.batch import EvalBatches, Mixing, Preparation, TrainBatches
 from wellposed.train.batches.order import Order
-from wellposed.train.batches.streamed import (
+from wellposed.train.batches.sources import (
     Items,
-    ResidentEval,
-    StreamedBatches,
-    StreamedEval,
+    Placement,
+    Resident,
+    Source,
+    Streamed,
     eval_steps,
     train_steps,
+    upload,
 )
 from wellposed.train.data.images import ImageData, Split, counted, decode_all, decode_readable, nothing_left
 from wellposed.train.recipe import Recipe
@@ -39,9 +31,7 @@ SHARE = 1 / 4
 CPU_LIMIT = 8 * 2**30
 
 
-def choose_placement(
-    recipe: Recipe, data: ImageData, image_size: int, device: torch.device
-) -> Literal["device", "stream"]:
+def choose_placement(recipe: Recipe, data: ImageData, image_size: int, device: torch.device) -> Placement:
     """What ``recipe.placement`` means for this data and device.
 
     ``auto`` keeps the images on the device if their bytes, decoded, are at most a quarter of its free memory;
@@ -55,7 +45,7 @@ def choose_placement(
     if recipe.worker_policy is not None:
         raise ValueError(
             f"auto_augment={recipe.worker_policy} is done by workers, got placement=device; use "
-            "placement=stream, or auto_augment=trivial, or leave auto_augment out."
+            "placement=stream, or auto_augment=trivial, or no auto_augment."
         )
     if needed > budget:
         raise ValueError(
@@ -152,7 +142,7 @@ def check_images(
     if policy is not None and recipe.color_jitter and "3a" not in policy:
         raise ValueError(
             f"timm leaves color_jitter out beside auto_augment={policy}, got color_jitter="
-            f"{recipe.color_jitter}; leave one of them out."
+            f"{recipe.color_jitter}; drop one of them."
         )
 
 
@@ -185,74 +175,64 @@ def make_batches(
     check_share(recipe, rank, world)
     check_images(recipe, data, image_size, mean, std)
     check_batch_size(recipe, len(data.train))
-    placement = choose_placement(recipe, data, image_size, device)
+    augmentation = Augmentation.of(recipe)
     notes: list[str] = []
-
-    def preparation(images: int, augmentation: Augmentation) -> Preparation:
-        order = Order(
-            images,
-            recipe.batch_size,
-            accumulate=recipe.accumulate,
-            rank=rank,
-            world=world,
-            seed=recipe.seed,
-            rollbacks=rollbacks,
-        )
-        mixing = Mixing(
-            recipe.mixup or 0.0,
-            recipe.cutmix,
-            recipe.smoothing,
-            classes=len(data.classes),
-            seed=recipe.seed,
-            probability=recipe.mix_probability,
-        )
-        compiles = compile and device.type == "cuda"
-        return Preparation(
-            augmentation, mixing, order, mean=mean, std=std, size=image_size, device=device, compile=compiles
-        )
-
+    if choose_placement(recipe, data, image_size, device) == "device":
+        sources: list[Source] = [
+            _resident(split, recipe, data, image_size, device, notes) for split in (data.train, data.test)
+        ]
+        check_batch_size(recipe, sources[0].images)
+    else:
+        steps = train_steps(recipe, image_size, mean), eval_steps(image_size)
+        sources = [
+            Streamed(Items(split, each, recipe.seed, replaces=recipe.skip_unreadable), device, recipe.workers)
+            for split, each in zip((data.train, data.test), steps, strict=True)
+        ]
+        augmentation = augmentation.after_workers()
+    order = Order(
+        sources[0].images,
+        recipe.batch_size,
+        accumulate=recipe.accumulate,
+        rank=rank,
+        world=world,
+        seed=recipe.seed,
+        rollbacks=rollbacks,
+    )
+    mixing = Mixing(
+        recipe.mixup or 0.0,
+        recipe.cutmix,
+        recipe.smoothing,
+        classes=len(data.classes),
+        seed=recipe.seed,
+        probability=recipe.mix_probability,
+    )
+    preparation = Preparation(
+        augmentation,
+        mixing,
+        order,
+        mean=mean,
+        std=std,
+        size=image_size,
+        device=device,
+        compile=compile and device.type == "cuda",
+    )
     # As large as a pass of training, so that a compiled model sees one shape.
     eval_size = recipe.batch_size // (world * recipe.accumulate)
-    train: TrainBatches
-    test: EvalBatches
-    if placement == "device":
-        pixels, labels = resident(data.train, recipe, data, image_size, device, notes)
-        check_batch_size(recipe, len(pixels))
-        prepared = preparation(len(pixels), Augmentation.of(recipe))
-        train = ResidentBatches(pixels, labels, prepared, notes=notes)
-        pixels, labels = resident(data.test, recipe, data, image_size, device, notes)
-        test = ResidentEval(
-            pixels, labels, eval_size, mean=mean, std=std, rank=rank, world=world, notes=notes
-        )
-    else:
-        replaces, seed = recipe.skip_unreadable, recipe.seed
-        items = Items(data.train, train_steps(recipe, image_size, mean), seed, replaces=replaces)
-        prepared = preparation(len(data.train), Augmentation.of(recipe).after_workers())
-        train = StreamedBatches(items, prepared, workers=recipe.workers, notes=notes)
-        test = StreamedEval(
-            Items(data.test, eval_steps(image_size), seed, replaces=replaces),
-            eval_size,
-            mean=mean,
-            std=std,
-            device=device,
-            workers=recipe.workers,
-            rank=rank,
-            world=world,
-            notes=notes,
-        )
-    return train, test
+    test = EvalBatches(
+        sources[1], eval_size, mean=mean, std=std, device=device, rank=rank, world=world, notes=notes
+    )
+    return TrainBatches(sources[0], preparation, notes), test
 
 
-def resident(
+def _resident(
     split: Split, recipe: Recipe, data: ImageData, size: int, device: torch.device, notes: list[str]
-) -> tuple[Tensor, Tensor]:
-    """Pixels and labels of a split, decoded onto the device."""
+) -> Resident:
+    """The images of a split, decoded onto the device."""
     if not recipe.skip_unreadable:
-        pixels = decode_all(split, size, data.channels)
-        return upload(pixels, device), upload(split.labels, device)
+        return Resident(upload(decode_all(split, size, data.channels), device), upload(split.labels, device))
     pixels, indices, unreadable = decode_readable(split, size, data.channels)
     if not len(indices):
         raise nothing_left(len(split), unreadable[0])
     if unreadable:
-        notes.append(f"{counted(data.name, list(unreadable), len(split))} They were left out.")
-    return upload(pixels, device), upload(split.labels[indices], device)
+        notes.append(f"{counted(data.name, unreadable, len(split))} They were skipped.")
+    return Resident(upload(pixels, device), upload(split.labels[indices], device))

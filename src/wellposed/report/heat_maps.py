@@ -1,7 +1,8 @@
-"""The heat map: ln kappa of each block and position, and the spectrum that a click opens."""
+"""Heat maps: ln kappa of each block and position with its spectrum, and the entropy of each head."""
 
+import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +14,14 @@ from wellposed.report.charts import (
     Section,
     colour_range,
     columns,
+    distinct,
     finite,
     most_told,
     picked,
 )
 from wellposed.report.subjects import Material, Subject
 
-TITLE = "Conditioning, block by block"
+CONDITIONING = "Conditioning, block by block"
 _STORED = columns(
     run="run",
     block="block",
@@ -42,7 +44,7 @@ def conditioning_section(material: Material, budget: Budget) -> Section | Missin
     spectra = _Spectra(budget.curve)
     rows = [row for subject in material.subjects for row in _rows(subject, spectra)]
     if not rows:
-        return Missing(TITLE, "wellposed diagnose MODEL --images DIR --out DIR")
+        return Missing(CONDITIONING, "wellposed diagnose MODEL --images DIR --out DIR")
     logs = [row[5] for row in rows]
     words = [
         "Natural logarithm of the condition number kappa of the token matrix, median over the images: the "
@@ -75,7 +77,7 @@ def conditioning_section(material: Material, budget: Budget) -> Section | Missin
     )
     return Section(
         id="conditioning",
-        title=TITLE,
+        title=CONDITIONING,
         words=tuple(words),
         chart=chart,
         thinned=spectra.thinned(),
@@ -219,3 +221,131 @@ def _row(subject: Subject, record: Record, spectrum: int | None) -> tuple[Any, .
         record.estimator,
         spectrum,
     )
+
+
+DENSITY = "Density of attention"
+ALL = "all"
+NO_HEADS = "Single heads are left out to keep the page small; report fewer runs together to see them."
+
+
+def density_section(material: Material, budget: Budget) -> Section | Missing:
+    rows: list[tuple[Any, ...]] = [
+        (
+            subject.name,
+            r.block,
+            ALL if r.head is None else str(r.head),
+            r.value,
+            finite(r.low),
+            finite(r.high),
+            r.images or None,
+        )
+        for subject in material.subjects
+        for r in subject.select("entropy")
+        if finite(r.value) is not None and r.block is not None and (budget.heads or r.head is None)
+    ]
+    if not rows:
+        return Missing(DENSITY, "wellposed diagnose MODEL --images DIR --what density --out DIR")
+    values = [row[3] for row in rows]
+    heads = sorted(distinct(row[2] for row in rows), key=lambda head: (head == ALL, len(head), head))
+    chart = Chart(
+        columns=columns(
+            run="run",
+            block="block",
+            head="head",
+            entropy="entropy",
+            low="lower quartile",
+            high="upper quartile",
+            images="images",
+        ),
+        rows=tuple(rows),
+        spec=heat_map(
+            x=("head", "head", heads),
+            y=("block", "block"),
+            colour=("entropy", "entropy, 1 is uniform", colour_range(values, "entropy")),
+            tooltips=("block", "head", "entropy", "low", "high"),
+            ramp=True,
+        ),
+        describe="Heat map of the entropy of attention, a row for each block and a column for each head. "
+        "The table below has the same numbers.",
+        choose="run",
+        choose_title="run",
+        chosen=most_told(rows),
+    )
+    words = [
+        "Entropy of the attention rows over its maximum, median over the images. 1 is uniform attention."
+    ]
+    thinned = ""
+    if not budget.heads:
+        thinned = NO_HEADS
+    elif heads == [ALL]:
+        words.append(
+            "These records have no single heads; wellposed diagnose MODEL --images DIR --what density --out "
+            "DIR measures them."
+        )
+    return Section(id="density", title=DENSITY, words=tuple(words), chart=chart, thinned=thinned)
+
+
+CELL, LEFT, TOP, LETTER = 24, 60, 58, 6.2
+LEAST_WIDTH = 360  # for the title
+_LIGHT, _DARK = (255, 245, 200), (150, 20, 40)
+_MOST_ROWS = 64
+
+
+def charts_html(records: Sequence[Record]) -> str:
+    """Heat maps of ln kappa and, where it was measured, of the entropy of attention."""
+    kappas = {
+        (str(r.block), r.position): r.log
+        for r in records
+        if r.measure == "kappa" and r.head is None and r.block is not None and r.log is not None
+    }
+    entropies = {
+        (str(r.block), "all" if r.head is None else str(r.head)): r.value
+        for r in records
+        if r.measure == "entropy" and r.block is not None and r.value is not None
+    }
+    parts = [
+        heat_svg(
+            title,
+            list(dict.fromkeys(b for b, _ in values)),
+            list(dict.fromkeys(p for _, p in values)),
+            values,
+        )
+        for title, values in (("ln kappa", kappas), ("entropy of attention", entropies))
+        if values
+    ]
+    return "".join(parts)
+
+
+def heat_svg(
+    title: str, rows: Sequence[str], columns: Sequence[str], values: Mapping[tuple[str, str], float | None]
+) -> str:
+    """Rectangles, a row a block; the number of each is its tooltip. At most 64 rows are drawn."""
+    rows = rows[:_MOST_ROWS]
+    known = [value for value in values.values() if value is not None]
+    low, high = colour_range(known, "entropy" if title.startswith("entropy") else "ln kappa")
+    wide = max(CELL, *(int(LETTER * len(column)) + 8 for column in columns))
+    width, height = max(LEFT + wide * len(columns) + 10, LEAST_WIDTH), TOP + CELL * len(rows) + 10
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' role='img' width='{width}' height='{height}' viewBox='0 0 "
+        f"{width} {height}' font-family='sans-serif' font-size='11' "
+        f"fill='currentColor'><title>{html.escape(title)}, {low:.3g} to {high:.3g}</title><text x='4' y='16' "
+        f"font-weight='bold'>{html.escape(title)}, {low:.3g} (light) to {high:.3g} (dark)</text><text x='4' "
+        f"y='{TOP - 8}'>block</text>"
+    ]
+    for place, column in enumerate(columns):
+        middle = LEFT + wide * (place + 0.5)
+        parts.append(f"<text x='{middle}' y='{TOP - 8}' text-anchor='middle'>{html.escape(column)}</text>")
+    for line, row in enumerate(rows):
+        y = TOP + CELL * line
+        parts.append(f"<text x='{LEFT - 8}' y='{y + 16}' text-anchor='end'>{html.escape(row)}</text>")
+        for place, column in enumerate(columns):
+            value = values.get((row, column))
+            if value is not None:
+                share = (value - low) / (high - low) if high > low else 0.5
+                fill = ",".join(str(round(a + share * (b - a))) for a, b in zip(_LIGHT, _DARK, strict=True))
+                words = html.escape(f"block {row}, {column}: {value:.4g}")
+                parts.append(
+                    f"<rect x='{LEFT + wide * place}' y='{y}' width='{wide - 1}' height='{CELL - 1}' "
+                    f"fill='rgb({fill})'><title>{words}</title></rect>"
+                )
+    return "".join(parts) + "</svg>"
