@@ -22,7 +22,7 @@ from wellposed.linalg import spectral_plan
 from wellposed.models import timm_architecture
 from wellposed.nn.graying import DEFAULT_EPS
 from wellposed.train.batches import choose_placement
-from wellposed.train.batches.make import check_images, check_share, with_batch_size
+from wellposed.train.batches.batch import check_images, check_share, with_batch_size
 from wellposed.train.data import ImageData, open_data
 from wellposed.train.distributed import from_first, rank, several, world
 from wellposed.train.edits import DEVICE_FLOORS
