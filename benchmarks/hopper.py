@@ -24,9 +24,9 @@ from torch import Tensor
 
 from benchmarks import versions
 from wellposed.linalg import spectral_plan, spectral_power
+from wellposed.linalg.spectral_chain import power_start
+from wellposed.linalg.spectral_chain import top_eigenpair as portable_top
 from wellposed.linalg.svd_power import _adjoint
-from wellposed.linalg.top_eigen import power_start
-from wellposed.linalg.top_eigen import top_eigenpair as portable_top
 from wellposed.nn.functional import gray
 
 PLAN = importlib.import_module("wellposed.linalg.spectral_plan")
