@@ -8,7 +8,8 @@ submodules (BERT's output layers), the nearest module around both. What a run sh
 import ast
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -391,6 +392,15 @@ def _method(residual: Residual) -> tuple[nn.Module, str]:
             "itself: a local function, or a base's method called by super()."
         )
     return spot.owner, name
+
+
+def add_places(flow: Flow) -> Iterator[tuple[nn.Module, str, tuple[int | None, ...]]]:
+    """Where the residual adds of the stream stand: whose method, its name, the position in it."""
+    kinds = {id(r): flow.kind(r, flow.channels_last([r])) for r in flow.residuals}
+    for residual in _main_joins(flow, kinds):
+        if residual.op.spot is not None:
+            with suppress(SeamError):
+                yield *_method(residual), residual.op.spot.position
 
 
 @functools.cache

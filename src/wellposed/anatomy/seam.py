@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from wellposed.anatomy.loops import close_loop, open_loop
 from wellposed.anatomy.rows import Add, BlockRow, Role, Site
 from wellposed.anatomy.source import Method, SourceAdd
 from wellposed.anatomy.subclass import set_class, subclass, unmarked_class
@@ -78,6 +79,7 @@ def block_joins(block: nn.Module, row: BlockRow) -> list[Join]:
 def open_seam(block: nn.Module, row: BlockRow) -> None:
     """Turn the adds of ``block`` into joins, in place. The block computes what it did, bit for bit."""
     opened: list[nn.Module] = []
+    open_loop(block)
     try:
         for path, cut in _cuts(block, row).items():
             module = block.get_submodule(path)
@@ -87,6 +89,7 @@ def open_seam(block: nn.Module, row: BlockRow) -> None:
     except Exception:
         for module in opened:
             _close(module)
+        close_loop(block)
         raise
 
 
@@ -94,6 +97,7 @@ def close_seam(block: nn.Module, row: BlockRow | None = None) -> None:
     """Undo :func:`open_seam`; without a row for the module alone, not for its submodules."""
     for path in {add.site.path if add.site else "" for add in row.adds} if row else {""}:
         _close(block.get_submodule(path))
+    close_loop(block)
 
 
 def is_open(block: nn.Module, row: BlockRow) -> bool:
