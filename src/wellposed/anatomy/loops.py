@@ -50,26 +50,46 @@ class Loop:
         return list(found)
 
 
-def loop_at(encoder: nn.Module, name: str, position: tuple[int | None, ...]) -> Loop | None:
-    """The loop around a position in a method of an encoder, if it goes over layers that can be called."""
+def loop_at(
+    encoder: nn.Module, name: str, position: tuple[int | None, ...], called: Iterable[nn.Module]
+) -> Loop | None:
+    """The loop around a position in a method of an encoder, if it goes over layers that can be called.
+
+    Args:
+        called: the modules that a run called.
+    """
     cls: Any = own_class_of(type(encoder))
     method = Method(cls, name)
     for number, node in enumerate(_loops(method.definition)):
-        if not _is_within(node, method, position):
-            continue
-        try:
-            body = _Body(method.definition, node)
-        except _Unliftable:
-            return None
-        loop = Loop(name, number, body.path, method.digest)
-        try:
-            layers = loop.layers(encoder)
-        except (AttributeError, TypeError):
-            return None
-        kind = nn.ModuleList if body.unpacks else nn.Module
-        distinct = len({id(layer) for layer in layers}) == len(layers)
-        return loop if distinct and all(isinstance(layer, kind) for layer in layers) else None
+        if _is_within(node, method, position):
+            try:
+                body = _Body(method.definition, node)
+            except _Unliftable:
+                return None
+            paths = [body.path] if body.path else _lists_of(encoder)
+            ran = {id(module) for module in called}
+            fits = [path for path in paths if _are_layers(encoder, path, body, ran)]
+            return Loop(name, number, fits[0], method.digest) if len(fits) == 1 else None
     return None
+
+
+def _lists_of(encoder: nn.Module) -> list[str]:
+    """The lists in an encoder, where the source does not say which one its loop goes over."""
+    return [path for path, module in encoder.named_modules() if isinstance(module, nn.ModuleList)]
+
+
+def _are_layers(encoder: nn.Module, path: str, body: "_Body", ran: set[int]) -> bool:
+    """Whether a list holds layers, none of which was called, but parts of each of which were."""
+    try:
+        layers: list[Any] = list(encoder.get_submodule(path))  # type: ignore[call-overload]
+    except (AttributeError, TypeError):
+        return False
+    kind = nn.ModuleList if body.unpacks else nn.Module
+    return (
+        len({id(layer) for layer in layers} - ran) == len(layers) > 0
+        and all(isinstance(layer, kind) for layer in layers)
+        and all(any(id(part) in ran for part in layer.children()) for layer in layers)
+    )
 
 
 def _is_within(node: ast.For, method: Method, position: tuple[int | None, ...]) -> bool:
@@ -133,7 +153,7 @@ class _Body:
             raise _Unliftable
 
     def _over(self) -> tuple[ast.expr, ast.expr, str]:
-        """What counts the layers, what names them, and where they are."""
+        """What counts the layers, what names them, and their path, "" where that is not in the source."""
         target, over = self.loop.target, self.loop.iter
         index: ast.expr = ast.Tuple([], ast.Store())
         counts = (
@@ -147,7 +167,7 @@ class _Body:
         while isinstance(over, ast.Attribute):
             path.insert(0, over.attr)
             over = over.value
-        if not path or not isinstance(over, ast.Name) or over.id != self.owner:
+        if not isinstance(over, ast.Name) or bool(path) != (over.id == self.owner):
             raise _Unliftable
         if any(isinstance(node, ast.Starred | ast.Attribute) for node in ast.walk(target)):
             raise _Unliftable
@@ -158,7 +178,7 @@ class _Body:
         return not isinstance(self.target, ast.Name)
 
     def _needs(self) -> tuple[list[str], set[str]]:
-        """The names that the body stores, in order, and those that it loads before it has stored them."""
+        """The names that the body stores, the last first, as it is the stream; and those that it needs."""
         stored: dict[str, None] = {}
         needed: set[str] = set()
         certain: set[str] = set()
@@ -172,10 +192,12 @@ class _Body:
             }
             needed |= loads - certain
             new = [node.id for node in nodes if _is_stored(node)]
-            stored |= dict.fromkeys(new)
+            for name in new:
+                stored.pop(name, None)
+                stored[name] = None
             if isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign):
                 certain |= set(new)
-        return list(stored), needed
+        return list(stored)[::-1], needed
 
     def _always_stored(self) -> set[str]:
         plain = [s for s in self.loop.body if isinstance(s, ast.Assign | ast.AugAssign | ast.AnnAssign)]

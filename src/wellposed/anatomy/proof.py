@@ -184,8 +184,7 @@ def prove(model: nn.Module, example: Example) -> list[Found]:
         looped = _looped(flow)
         with opened(looped):
             if looped:
-                seen = trace(model, example.run)
-                flow = Flow(seen)
+                flow = Flow(trace(model, example.run))
             found = _proven(model, example, flow, output)
         for encoder, loops in looped:
             proofs().loops[_class_key(own_class(encoder))] = loops
@@ -198,10 +197,10 @@ def _looped(flow: Flow) -> list[tuple[nn.Module, tuple[Loop, ...]]]:
     """The encoders in whose loops residual adds stand, with these loops."""
     encoders: dict[int, nn.Module] = {}
     loops: dict[int, dict[Loop, None]] = {}
-    called = {id(call.module) for call in flow.trace.calls}
+    called = [call.module for call in flow.trace.calls]
     for owner, name, position in add_places(flow):
-        loop = loop_at(owner, name, position)
-        if loop is not None and not any(id(layer) in called for layer in loop.layers(owner)):
+        loop = loop_at(owner, name, position, called)
+        if loop is not None:
             encoders[id(owner)] = owner
             loops.setdefault(id(owner), {})[loop] = None
     return [(encoder, tuple(loops[key])) for key, encoder in encoders.items()]
@@ -392,7 +391,7 @@ def _has_tensors(module: nn.Module) -> bool:
 def block_signature(block: nn.Module) -> str:
     """Of a block's structure: the classes in it with their sources, and the settings that lead their way."""
     encoder = encoder_of(block)  # of a layer without a forward of its own
-    parts: list[Any] = [] if encoder is None else [_class_key(own_class(encoder))]
+    parts: list[Any] = [] if encoder is None else [_class_key(own_class(encoder)), _settings(encoder)]
     edits = {
         id(module._modules[child_name(name)]) for module in block.modules() for name in edited_weights(module)
     }

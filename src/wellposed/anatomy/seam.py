@@ -36,8 +36,9 @@ class Join(nn.Module):
 
     allow_drop_path = False  # what the removal of the skip was called with
 
-    def __init__(self, role: Role, name: str = "") -> None:
+    def __init__(self, role: Role, name: str = "", *, skip_is_left: bool = True) -> None:
         super().__init__()
+        self.skip_is_left = skip_is_left  # of two layouts in memory the sum has that of the left one
         self.role: Role = role
         self.name = name or role
         self.keep = True
@@ -50,7 +51,9 @@ class Join(nn.Module):
         return self.forward(skip, branch)
 
     def forward(self, skip: Tensor, branch: Tensor) -> Tensor:
-        return skip + branch if self.keep else branch
+        if not self.keep:
+            return branch
+        return skip + branch if self.skip_is_left else branch + skip
 
     def extra_repr(self) -> str:
         return "skip kept" if self.keep else "skip removed"
@@ -113,14 +116,16 @@ def _open(module: nn.Module, cut: Cut, substitutions: tuple[tuple[str, str], ...
             "patch put it there), which would hide the edit; edit the model before that."
         )
     seamed = _seamed_class(unmarked_class(module), cut, substitutions)  # type: ignore[arg-type]
-    names = {add.name: add.role for add in cut}
-    for name in names:
+    named = {add.name: add for add in reversed(cut)}  # the first of a name counts
+    for name in named:
         if hasattr(module, join_name(name)):
             raise SeamError(
                 f"{type(module).__name__} already has an attribute {join_name(name)!r}; rename it."
             )
-    for name, role in names.items():
-        module.add_module(join_name(name), Join(role, name).train(module.training))
+    for name in dict.fromkeys(add.name for add in cut):
+        site = named[name].site
+        join = Join(named[name].role, name, skip_is_left=site is None or site.skip_is_left)
+        module.add_module(join_name(name), join.train(module.training))
     set_class(module, seamed)
 
 

@@ -362,7 +362,8 @@ def compiled_like(
     module = ast.fix_missing_locations(ast.Module([outer], []))
 
     # Compiled from the text that tracebacks and debuggers will show.
-    filename, text = f"<wellposed seam of {where}>", ast.unparse(module)
+    text = ast.unparse(module)
+    filename = f"<wellposed seam of {where} {hashlib.sha256(text.encode()).hexdigest()[:8]}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     enclosing = _code_within(compile(text, filename, "exec"), "_enclosing")
     code = _code_within(enclosing, definition.name)
