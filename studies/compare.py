@@ -16,6 +16,12 @@ from wellposed.stats import spread as spread
 from wellposed.study_records import RunRecord
 
 ACCURACY = "points of accuracy"
+ROBUST: dict[str, tuple[str, ...]] = {
+    "corrupted": ("noise", "blur", "contrast", "jpeg"),
+    "occluded": ("occlusion",),
+    "attacked": ("fgsm",),
+}
+"""Kinds of :mod:`studies.robustness` in groups."""
 
 
 def accuracies(runs: Iterable[RunRecord]) -> dict[int, float]:
@@ -175,7 +181,7 @@ def mean_entropy(runs: Iterable[RunRecord]) -> dict[int, float]:
 POOLED = "mean-pooled, no class token"
 
 
-def pooling(records: Records, data: str) -> str:
+def pooling(records: Records, data: str, label: str | None = None) -> str:
     """Why Context Broadcasting is not tested as published on a set; empty with a class token.
 
     In a mean-pooled model CB in the last block cannot change the logits: the head has the mean already. The
@@ -184,6 +190,77 @@ def pooling(records: Records, data: str) -> str:
     is_pooled = any(
         run.recipe.get("model_options", {}).get("class_token") is False
         for run in records.runs
-        if run.data == data and run.role == "result"
+        if run.data == data and run.role == "result" and label in (None, run.label)
     )
     return POOLED if is_pooled else ""
+
+
+def validation(runs: Iterable[RunRecord]) -> dict[int, float]:
+    """Accuracy on the validation images in percent, by seed."""
+    return {
+        run.seed: 100.0 * row["value"]
+        for run in runs
+        for row in run.measured
+        if row.get("measure") == "validation accuracy"
+    }
+
+
+def best_by_validation(records: Records, data: str, labels: Sequence[str]) -> str | None:
+    """The variant with the highest mean accuracy on the validation images, over the seeds that all have.
+
+    None where there are no validation images: nothing may be chosen then.
+    """
+    found = {label: validation(records.of(label, data)) for label in labels}
+    seeds = set.intersection(*(set(values) for values in found.values()))
+    if not seeds:
+        return None
+    return max(labels, key=lambda label: statistics.fmean(found[label][seed] for seed in seeds))
+
+
+def kappa_ends(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Columns with ln kappa of what enters the first block and leaves the last: medians over the seeds."""
+    last = max((row["block"] for run in runs for row in run.measured if "block" in row), default=0)
+    columns: dict[str, Any] = {}
+    for name, position, block in (("ln_kappa_in", "input", 0), ("ln_kappa_out", "ffn.sum", last)):
+        every = [log_kappa(run, position, block) for run in runs]
+        known = [each for each in every if each is not None]
+        found = median([each.value for each in known], [each.at_least for each in known]) if known else None
+        columns[name] = found and round(found.value, 3)
+        columns[f"{name}_at_least"] = found and found.at_least
+    return columns
+
+
+def under(run: RunRecord, kinds: Sequence[str]) -> float | None:
+    """Mean accuracy in percent over kinds of corruption and their strengths."""
+    found = [row["value"] for row in run.measured if row.get("under") in kinds]
+    return 100.0 * statistics.fmean(found) if found else None
+
+
+def robust_columns(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Mean accuracies under corruption, occlusion and attack."""
+    columns = {}
+    for name, kinds in ROBUST.items():
+        found = spread(under(run, kinds) for run in runs)
+        columns[name] = found and round(found.mean, 2)
+    return columns
+
+
+def robust_claim(records: Records, data: str, group: str, first: str, second: str) -> Claim:
+    """That a variant keeps more of its accuracy: (accuracy under corruption - clean) is higher.
+
+    Clean accuracy is of the same images, so a variant that is only more accurate is not called robust.
+    """
+
+    def lost(label: str) -> dict[int, float]:
+        found = {
+            run.seed: (under(run, ROBUST[group]), under(run, ("none",))) for run in records.of(label, data)
+        }
+        return {
+            seed: each - clean
+            for seed, (each, clean) in found.items()
+            if each is not None and clean is not None
+        }
+
+    contrast = f"{first} - {second}, {data}, accuracy {group} less clean, points"
+    name = f"it keeps more of its accuracy where images are {group}"
+    return Claim(name, contrast, "higher", difference(lost(first), lost(second)))

@@ -64,11 +64,13 @@ def vit(scale: Scale, data: str, **fields: Any) -> Recipe:
     [20000, None]
     """
     if scale == "paper":
-        return Recipe(**COMMON | UNWATCHED | DEIT | {"data": data, "model": "vit_base_patch16_224"} | fields)
+        return Recipe.from_mapping(
+            COMMON | UNWATCHED | DEIT | {"data": data, "model": "vit_base_patch16_224"} | fields
+        )
     if data_name(data) == "digits":
-        return Recipe(**COMMON | UNWATCHED | dict(DIGITS) | {"data": data} | fields)
+        return Recipe.from_mapping(COMMON | UNWATCHED | dict(DIGITS) | {"data": data} | fields)
     model = {"data": data, "model": TINY, "model_options": POOLED}
-    return Recipe(**COMMON | UNWATCHED | small_images(data) | model | fields)
+    return Recipe.from_mapping(COMMON | UNWATCHED | small_images(data) | model | fields)
 
 
 def small_images(data: str) -> dict[str, Any]:
@@ -83,5 +85,38 @@ MEASURED_DIGITS: dict[str, Any] = {"model": "test_vit", "epochs": 60, "batch_siz
 def measured_vit(scale: Scale, data: str, **fields: Any) -> Recipe:
     """The plain ViT of the other studies, for what is measured on weights; the digits have a smaller one."""
     if data_name(data) == "digits":
-        return Recipe(**MEASURED_DIGITS | {"data": data} | fields)
+        return Recipe.from_mapping(MEASURED_DIGITS | {"data": data} | fields)
     return vit(scale, data, **fields)
+
+
+BRIEF: dict[str, Any] = {
+    "epochs": 7,
+    "batch_size": 128,
+    "lr": 2e-3,
+    "weight_decay": 0.05,
+    "mixup": 0.0,
+    "eval_every": 7,
+}
+"""About 1,100 updates of 20,000 images: enough for half of CIFAR-10, so few that eight seeds are cheap."""
+BRIEF_MODEL: dict[str, Any] = {"embed_dim": 64, "depth": 6, "num_heads": 4}
+HEADS: dict[str, dict[str, Any]] = {"class token": {}, "mean pool": POOLED}
+PATCHES = {"36 tokens": {"image_size": 24, "patch_size": 4}, "16 tokens": {"image_size": 32, "patch_size": 8}}
+"""Of 4 x 4 x 3 pixels and of 8 x 8 x 3: only where a patch has far more pixels than there are tokens can
+graying move kappa of the first block, whose tokens have the position embedding too."""
+
+
+def brief_vit(
+    scale: Scale, data: str, tokens: str = "36 tokens", head: str = "class token", **fields: Any
+) -> Recipe:
+    """A ViT 64 wide with 6 blocks, for questions that take many seeds; the digits have their own.
+
+    >>> brief_vit("small", "packed:cifar10-20k.npz", head="mean pool").model_options["global_pool"]
+    'avg'
+    """
+    options = HEADS[head] | fields.pop("model_options", {})
+    if scale == "paper":
+        return vit(scale, data, model_options=options, **fields)
+    if data_name(data) == "digits":
+        return vit(scale, data, model_options=dict(DIGITS["model_options"]) | options, **fields)
+    made = {"data": data, "model": TINY, "model_options": BRIEF_MODEL | options, **PATCHES[tokens]}
+    return Recipe.from_mapping(COMMON | UNWATCHED | BRIEF | made | fields)

@@ -19,10 +19,12 @@ from rich.console import Console
 
 from studies.study import Records, Scale, Study, Variant, data_name
 from wellposed import study_records
+from wellposed.calls import plain_calls
 from wellposed.files import read_object
 from wellposed.run_records import read_run
 from wellposed.study_records import RunRecord, rounded, thinned
 from wellposed.train import Recipe, sweep
+from wellposed.train.edits import whole
 from wellposed.train.recipe import combine, read_recipe, write_recipe
 
 ENDED = ("finished", "nonfinite")
@@ -101,6 +103,11 @@ def run(
             f"expected records as JSON in {out / study_records.RECORDS}, lines {ledger.torn} are torn; "
             "delete them, and their runs are made again."
         )
+    if ledger.strange:
+        raise ValueError(
+            f"expected records of this version in {out / study_records.RECORDS}, {ledger.strange} are of "
+            "another; give another folder as --out."
+        )
     runs = {_key(run): run for run in ledger.runs if run.role in ("result", "start")}
     others = [run for run in ledger.runs if run.role not in ("result", "start")]
     require_same(asked, runs)
@@ -117,12 +124,14 @@ def run(
         with tempfile.TemporaryDirectory() as folder:
             files = [write(each, Path(folder)) for each in stage]
             outcome = sweep.run(files, out=pool, jobs=jobs, command=command, console=console)
-        code = max(code, outcome.exit_code)
         for each in stage:
             if (each.folder / "result.json").is_file():
                 runs[each.key] = record_of(each)
                 has_worked = True
         save()
+        # A run whose loss was not finite has failed for the sweep; for a study it is a result.
+        has_failed = not all(_is_there(each, runs) for each in stage)
+        code = max(code, outcome.exit_code if outcome.exit_code >= 128 else int(has_failed))
         if code >= 128:
             console.print("The study was stopped; the same command resumes it.")
             return Outcome(save(), code, has_worked)
@@ -132,7 +141,14 @@ def run(
             is_new = record is not None and record.state == "finished" and not record.measured
             if record is not None and is_new and each.variant.role == "result" and is_finished(each.folder):
                 console.print(f"measuring {each.title}", markup=False, highlight=False)
-                runs[each.key] = dataclasses.replace(record, measured=rounded(study.after(each.folder)))
+                try:
+                    measured = rounded(study.after(each.folder))
+                except Exception as error:  # the other runs are measured all the same
+                    said = f"measuring {each.title} failed: {type(error).__name__}: {error}"
+                    console.print(said, markup=False, highlight=False)
+                    code = max(code, 1)
+                    continue
+                runs[each.key] = dataclasses.replace(record, measured=measured)
                 has_worked = True
                 save()
     if study.once is not None and not ledger.measured:
@@ -150,6 +166,16 @@ def plan(
     changes: Mapping[str, Any],
 ) -> list[Planned]:
     """All runs of a call, what others start from first."""
+    for field in ("seed", "data"):
+        if field in changes:
+            option = "--seeds" if field == "seed" else "--data"
+            raise ValueError(f"{field} tells runs apart and is no change of all; say {option}.")
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds must be different numbers, got {list(seeds)}.")
+    if len({data_name(spec) for spec in data}) < len(data):
+        raise ValueError(
+            f"data must be different sets, got {list(data)}; a set is known by its name without folders."
+        )
     found: list[Planned] = []
     for spec in data:
         variants = study.variants(scale, spec)
@@ -157,6 +183,10 @@ def plan(
             of_seed: dict[str, Planned] = {}
             for variant in sorted(variants, key=lambda each: each.start is not None):
                 recipe = combine(variant.recipe.to_mapping(), {"seed": seed, **changes})
+                if variant.start is not None and variant.start not in of_seed:
+                    raise ValueError(
+                        f"{variant.label!r} starts from {variant.start!r}, which is no variant of the study."
+                    )
                 if variant.start is not None:
                     source = str(of_seed[variant.start].folder)
                     recipe = dataclasses.replace(recipe, start_from=source)
@@ -204,12 +234,12 @@ def require_same(asked: Sequence[Planned], runs: Mapping[Key, RunRecord]) -> Non
 def differing(recipe: Recipe, recorded: Mapping[str, Any]) -> list[str]:
     """The fields that decide a result and that a record has otherwise."""
     wanted = json.loads(json.dumps(recipe.to_mapping()))
-    return sorted(
-        name
-        for name in wanted.keys() | recorded.keys()
-        # What was open in the recipe is filled in in the record.
-        if name in wanted and name not in _AS_ASKED and wanted[name] != recorded.get(name)
-    )
+    asked, made = (list(map(whole, plain_calls(each))) for each in (wanted, recorded))
+    # What was open in the recipe is filled in in the record.
+    same = len(asked) == len(made) and all(a.items() <= b.items() for a, b in zip(asked, made, strict=True))
+    fixed = wanted.keys() - _AS_ASKED - {"edits"}
+    changed = [name for name in fixed if wanted[name] != recorded.get(name)]
+    return sorted(changed if same else [*changed, "edits"])
 
 
 def run_name(recipe: Recipe) -> str:

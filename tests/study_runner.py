@@ -3,13 +3,18 @@
 import dataclasses
 import io
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from wellposed.study import ledger, running
-from wellposed.study.plan import RunRecord, Study
+from studies import report as reporting
+from studies import runner
+from studies.study import Report, Study
+from wellposed import study_records
+from wellposed.stats import Claim
+from wellposed.study_records import RunRecord, sentence
 
 SCRIPT = """
 import json, sys, tomllib
@@ -41,7 +46,7 @@ sys.exit(0 if result["finished"] else 3)
 """
 
 
-def after(folder: Path, study: Path) -> list[dict[str, Any]]:
+def after(folder: Path) -> list[dict[str, Any]]:
     """Records of two blocks with two heads, such as a diagnosis gives."""
     grayed = "graying" in (folder / "recipe.toml").read_text()
     rows: list[dict[str, Any]] = []
@@ -57,34 +62,49 @@ def after(folder: Path, study: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def run(study: Study, tmp_path: Path, **options: Any) -> tuple[running.Outcome, str]:
-    """The outcome and what was printed."""
-    outcomes, text = run_all([study], tmp_path, **options)
-    return outcomes[0], text
+@dataclass
+class Done:
+    """What a call of a study left, and what it printed."""
+
+    outcome: runner.Outcome
+    report: Report
+    claims: list[Claim]
+    folder: Path
+    text: str
 
 
-def without_figure(study: Study) -> Study:
-    def report(records: Any) -> Any:
-        return dataclasses.replace(study.report(records), draw=None)
-
-    return dataclasses.replace(study, report=report)
-
-
-def run_all(
-    studies: list[Study], tmp_path: Path, *, draw: bool = False, **options: Any
-) -> tuple[list[running.Outcome], str]:
-    """Without the figures unless they are asked for: drawing takes longer than the rest."""
+def run(
+    study: Study,
+    tmp_path: Path,
+    *,
+    name: str = "any",
+    draw: bool = False,
+    report: bool = True,
+    **options: Any,
+) -> Done:
+    """Run a study and write its report, without the figure unless it is asked for."""
     script = tmp_path / "runner.py"
     script.write_text(SCRIPT)
     console = Console(file=io.StringIO(), width=300)
-    measured = [
-        study if study.after is None else dataclasses.replace(study, after=after) for study in studies
-    ]
-    measured = measured if draw else list(map(without_figure, measured))
-    usual: dict[str, Any] = {"out": tmp_path / "out", "seeds": [0, 1], "jobs": 4}
+    if study.after is not None:
+        study = dataclasses.replace(study, after=after)
+    usual: dict[str, Any] = {"scale": "small", "data": ["digits"], "seeds": [0, 1], "jobs": 4}
+    usual |= {"out": tmp_path / "out", "pool": tmp_path / "pool"}
+    given = usual | options
     command = [sys.executable, "-S", "-E", str(script)]
-    outcomes = running.run_all(measured, **usual | options, command=command, console=console)
-    return outcomes, console.file.getvalue()  # type: ignore[attr-defined]
+    outcome = runner.run(study, **given, command=command, console=console)
+    found, claims = reporting.write_report(
+        name,
+        study,
+        outcome.records,
+        given["out"],
+        data=given["data"],
+        changes=given.get("changes"),
+        has_worked=outcome.has_worked,
+        draw=draw,
+    )
+    console.print("\n".join(map(sentence, claims)))
+    return Done(outcome, found, claims, given["out"], console.file.getvalue())  # type: ignore[attr-defined]
 
 
 def calls(pool: Path) -> dict[str, int]:
@@ -93,6 +113,7 @@ def calls(pool: Path) -> dict[str, int]:
 
 
 def runs_of(folder: Path) -> list[RunRecord]:
-    runs, _, strange = ledger.read(folder)
-    assert not strange
-    return runs
+    ledger = study_records.read(folder)
+    assert not ledger.strange
+    assert not ledger.torn
+    return ledger.runs

@@ -1,9 +1,11 @@
 """The repository's other files in the site, so that a link which works on GitHub works here.
 
-README, CONTRIBUTING and CHANGELOG become pages, scripts and recipes become pages with their source, and what
-was measured (``results/``) is copied. A relative link to any of these is turned to where it went.
+README, CONTRIBUTING, CHANGELOG, notebooks and the studies' READMEs become pages, scripts and recipes become
+pages with their source, and what was measured (``results/``, and the studies' files) is copied. A relative
+link to any of these is turned to where it went.
 """
 
+import json
 import posixpath
 import re
 from collections.abc import Iterator
@@ -17,9 +19,14 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "results/studies/README.md": "results/studies/index.md",
+    "results/README.md": "results/index.md",
 }
-SOURCES = {"examples": "*.py", "benchmarks": "*.py", "recipes": "**/*.toml"}
+STUDIES = "studies"
+PAGES |= {
+    path.relative_to(ROOT).as_posix(): path.relative_to(ROOT).with_name("index.md").as_posix()
+    for path in sorted((ROOT / STUDIES).glob("*/README.md"))
+}
+SOURCES = {"examples": "*.py", "benchmarks": "*.py", "recipes": "**/*.toml", STUDIES: "*/*.py"}
 TEXTS = ("LICENSE", "CITATION.cff", "Makefile", "mkdocs.yml")
 RESULTS = "results"
 
@@ -33,12 +40,14 @@ def site_path(path: str) -> str | None:
         return PAGES[path]
     if path == RESULTS:
         return f"{RESULTS}/index.md"
+    if path == STUDIES:
+        return f"{STUDIES}.md"
     folder, _, inside = path.partition("/")
     if folder == "docs":
-        return inside
-    if folder in SOURCES and inside:
+        return inside.removesuffix(".ipynb") + ".md" if inside.endswith(".ipynb") else inside
+    if folder in SOURCES and path.endswith((".py", ".toml")):
         return posixpath.splitext(path)[0] + ".md"
-    return path if folder == RESULTS or path in TEXTS else None
+    return path if folder in (RESULTS, STUDIES) or path in TEXTS else None
 
 
 def turned(markdown: str, source: str, page: str) -> str:
@@ -67,7 +76,9 @@ def on_files(files: Any, config: Any) -> Any:
     for path in TEXTS:
         if (ROOT / path).is_file():
             files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
-    files.append(File.generated(config, f"{RESULTS}/index.md", content=_results_page()))
+    for file in sorted((ROOT / "docs").glob("*.ipynb")):
+        page = str(site_path(file.relative_to(ROOT).as_posix()))
+        files.append(File.generated(config, page, content=notebook_page(file.read_text(encoding="utf-8"))))
     for folder, pattern in SOURCES.items():
         for file in sorted((ROOT / folder).glob(pattern)):
             path = file.relative_to(ROOT).as_posix()
@@ -83,15 +94,35 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _results() -> Iterator[str]:
-    for file in sorted((ROOT / RESULTS).rglob("*")):
-        if file.is_file() and file.suffix != ".md":
+    for file in sorted([*(ROOT / RESULTS).rglob("*"), *(ROOT / STUDIES).glob("*/*/*")]):
+        if file.is_file() and file.suffix not in (".md", ".pyc"):
             yield file.relative_to(ROOT).as_posix()
 
 
-def _results_page() -> str:
-    lines = [f"- [{path.partition('/')[2]}](../{path})" for path in _results()]
-    about = "The files behind the figures of these pages, each with its environment. The home page names the "
-    return "# Measured results\n\n" + about + "command that makes each again.\n\n" + "\n".join(lines) + "\n"
+def notebook_page(text: str) -> str:
+    r"""A notebook as Markdown: its words, its code, and what the code printed.
+
+    >>> cells = [{"cell_type": "markdown", "source": ["# Title"]}]
+    >>> cells += [{"cell_type": "code", "source": ["print(1)"], "outputs": [{"text": ["1\n"]}]}]
+    >>> print(notebook_page(json.dumps({"cells": cells})))
+    # Title
+    <BLANKLINE>
+    ```python
+    print(1)
+    ```
+    <BLANKLINE>
+    ```text
+    1
+    ```
+    <BLANKLINE>
+    """
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        printed = "".join("".join(each["text"]) for each in cell.get("outputs", ()))
+        parts += [f"```text\n{printed.rstrip()}\n```"] if printed else []
+    return "\n\n".join(parts) + "\n"
 
 
 def _source_page(path: str) -> str:

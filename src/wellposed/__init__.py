@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         uniform_heads,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "SeamError": "errors",

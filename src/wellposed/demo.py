@@ -19,10 +19,10 @@ from rich.progress import track
 from rich.table import Table
 
 from wellposed import __version__
+from wellposed.environment import usable_cores
 from wellposed.files import alone_in, read_object, write_json
 from wellposed.train.recipe import Recipe
-from wellposed.train.sweep import COMMAND, cores, failures, train_runs
-from wellposed.train.sweep.plan import Run
+from wellposed.train.sweep import COMMAND, Run, failures, train_runs
 
 if TYPE_CHECKING:
     from wellposed.probes.diagnose import What
@@ -55,11 +55,11 @@ COMMON: Mapping[str, Any] = {
 }
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     PLAIN: {},
-    NO_FFN: {"remove_skips": "ffn"},
-    NO_ATTENTION: {"remove_skips": "attention"},
-    "grayed-spectral-0.7": {"graying": "spectral", "eps": 0.7},
-    "grayed-dct-0.95": {"graying": "dct", "eps": 0.95},
-    "cb": {"broadcast": "cb"},
+    NO_FFN: {"edits": ["remove_skips which=ffn"]},
+    NO_ATTENTION: {"edits": ["remove_skips which=attention"]},
+    "grayed-spectral-0.7": {"edits": ["gray_tokens eps=0.7"]},
+    "grayed-dct-0.95": {"edits": ["gray_tokens method=dct eps=0.95"]},
+    "cb": {"edits": ["broadcast_context"]},
 }
 
 
@@ -115,7 +115,7 @@ def run(
     recipes = {name: Recipe(**{**COMMON, **edit, **own}) for name, edit in VARIANTS.items()}
     runs = [Run(name, name, recipe, out / RUNS / name) for name, recipe in recipes.items()]
     _make_room(out, {name: recipe.to_mapping() for name, recipe in recipes.items()})
-    jobs = min(cores(), len(runs))
+    jobs = min(usable_cores() or 1, len(runs))
     children, code = train_runs(runs, out=out / RUNS, jobs=jobs, command=COMMAND, console=console)
     for text in failures(children):
         _say(console, text)

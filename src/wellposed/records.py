@@ -19,6 +19,10 @@ Status = Literal["ok", "at least", "at most", "not converged", "not measured"]
 """``at least`` and ``at most``: the value is a bound, the arithmetic cannot tell more. ``not measured``:
 there is no such quantity here, ``note`` says why."""
 
+VERDICTS = ("holds", "holds trivially", "violated", "cannot tell")
+"""On a bound. Trivially: it is infinite. Cannot tell: of the quantity only a lower bound is known, which lies
+below it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -33,8 +37,7 @@ class Record:
         head: index of the attention head, None for all.
         low, high: quartiles over the images; for an estimate of one image, its error bar.
         bound: what a theorem says the value stays below.
-        verdicts: for how many images (or windows) the bound holds, holds because it is infinite, is
-            violated, cannot be told.
+        verdicts: for how many images (or windows) each of :data:`VERDICTS` is true.
         margins: bound over value, the median and the smallest over the images (or windows) where it is known.
         images: from how many images.
         status: see :data:`Status`.
@@ -44,7 +47,8 @@ class Record:
         tolerance: relative error of the estimator, None where it is not known.
         samples: the value of each image; None where it could not be told.
         at_least: indices of the samples that are lower bounds only.
-        curve: a sequence that is the result itself: a mean spectrum.
+        curve: a sequence that is the result itself: a mean spectrum, or a picture row by row.
+        shape: rows and columns of such a picture.
     """
 
     measure: str
@@ -67,6 +71,7 @@ class Record:
     samples: tuple[float | None, ...] = ()
     at_least: tuple[int, ...] = ()
     curve: tuple[float, ...] = ()
+    shape: tuple[int, ...] = ()
 
     @property
     def log(self) -> float | None:
@@ -126,14 +131,20 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_SEQUENCES = ("verdicts", "margins", "samples", "at_least", "curve")
-_COLUMNS = tuple(field.name for field in dataclasses.fields(Record) if field.name not in _SEQUENCES)
+_SEQUENCES = ("verdicts", "margins", "samples", "at_least", "curve", "shape")
+_FIELDS = tuple(field.name for field in dataclasses.fields(Record) if field.name not in _SEQUENCES)
+COLUMNS = (*_FIELDS, "log")
+"""Of a table of records."""
 
 
 def write_csv(records: Iterable[Record], path: str | Path) -> None:
     """One line a record, with ``log``; the samples and curves are in the JSON alone."""
-    rows = ([*(getattr(record, name) for name in _COLUMNS), record.log] for record in records)
-    write_cells(path, [[*_COLUMNS, "log"], *rows])
+    write_cells(path, [list(COLUMNS), *rows(records)])
+
+
+def rows(records: Iterable[Record]) -> list[list[Any]]:
+    """The cells of each record, as :data:`COLUMNS` names them."""
+    return [[*(getattr(record, name) for name in _FIELDS), record.log] for record in records]
 
 
 def to_dict(record: Record) -> dict[str, Any]:
@@ -173,9 +184,14 @@ def _is_number(value: Any) -> bool:
 
 
 def write_json(records: Sequence[Record], about: dict[str, Any], path: str | Path) -> None:
+    """A file with :func:`json_text` in it."""
+    write_text(path, json_text(records, about))
+
+
+def json_text(records: Sequence[Record], about: dict[str, Any]) -> str:
     """One JSON object: ``about`` and ``records``."""
     content = {"about": about, "records": [to_dict(record) for record in records]}
-    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 def read_json(path: str | Path) -> tuple[list[Record], dict[str, Any]]:

@@ -16,9 +16,8 @@ from studies.measures import measured_row, moment_row
 from studies.recipes import measured_vit
 from studies.study import Records, Report, Scale, Study, Variant, data_name
 from wellposed import anatomy
-from wellposed.linalg.bounds import VERDICTS
 from wellposed.probes import bounds as bounds_of
-from wellposed.records import Record
+from wellposed.records import VERDICTS, Record
 from wellposed.stats import Claim
 from wellposed.study_records import RunRecord, thinned
 from wellposed.train import open_run
@@ -41,7 +40,7 @@ MEASURES = {
 }
 EDITS: dict[str, dict[str, Any]] = {
     "all skips": {},
-    "no attention skip": {"remove_skips": "attention", "init": "xavier"},
+    "no attention skip": {"edits": ["remove_skips which=attention"], "init": "xavier"},
 }
 IMAGES = 4
 BLOCKS = 6

@@ -22,7 +22,7 @@ from wellposed.probes.diagnosis import Diagnosis
 from wellposed.probes.gray_images import gray_folder
 from wellposed.report import read_data, read_material, report_page
 from wellposed.report.charts import Budget
-from wellposed.report.graying import graying_section
+from wellposed.report.measurements import graying_section
 from wellposed.report.static import write_static
 
 

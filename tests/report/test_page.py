@@ -15,16 +15,13 @@ import report_material as make
 from wellposed.probes.diagnosis import Diagnosis
 from wellposed.records import Record
 from wellposed.report import LIMIT, read_data, read_material, report_page
-from wellposed.report.charts import Budget, Section, picked
-from wellposed.report.conditioning import conditioning_section
-from wellposed.report.density import density_section
-from wellposed.report.packing import pack, unpacked
+from wellposed.report.charts import Budget, Section, pack, picked, thin, unpacked
+from wellposed.report.heat_maps import conditioning_section, density_section
 from wellposed.report.page import LIBRARIES
-from wellposed.report.thinning import thin
 from wellposed.train import Recipe
 from wellposed.train.reporter import Reporter
 
-STUDIES = Path(__file__).parents[2] / "results" / "studies"
+STUDIES = sorted(path.parent for path in (Path(__file__).parents[2] / "studies").glob("*/*/records.jsonl"))
 
 
 @pytest.fixture
@@ -266,7 +263,7 @@ def test_a_long_run_is_thinned_and_says_so(tmp_path: Path) -> None:
 
 
 def test_all_studies_of_the_repository_fit_into_one_page() -> None:
-    material = read_material([STUDIES])
+    material = read_material(STUDIES)
     page = report_page(material)
     assert len(material.subjects) > 1000
     assert len(page.encode()) <= LIMIT
@@ -430,7 +427,7 @@ def test_the_advice_follows_the_evidence(tmp_path: Path) -> None:
     attention_alone = [r for r in bounded() if r.position != "attention.branch"]
     attention_alone.append(Record(measure="kappa", value=1e5, block=0, position="attention.branch"))
     assert "graying" not in page(attention_alone)
-    assert "--graying spectral" in page(bounded(others=2e3))
+    assert "gray_tokens eps=0.7" in page(bounded(others=2e3))
     assert "gray_tokens" not in page(bounded(others=2e3))
     dense = entropies(0.98)
     assert "scaled=True, init=" in page(dense)

@@ -1,5 +1,6 @@
 """Runs, sweeps, studies and diagnoses become subjects; what is none of them is an error."""
 
+import html
 import json
 import math
 from pathlib import Path
@@ -10,11 +11,12 @@ import pytest
 import report_material as make
 import short_runs
 import study_runner
+from studies.study import get
+from wellposed import study_records
 from wellposed.probes.diagnosis import Diagnosis
 from wellposed.report import read_data, read_material, report_page
 from wellposed.run_records import read_run
-from wellposed.study import catalogue, ledger
-from wellposed.study.plan import RunRecord
+from wellposed.study_records import RunRecord
 
 
 def test_a_real_run(tmp_path: Path) -> None:
@@ -52,26 +54,22 @@ def test_runs_that_start_from_other_weights_are_no_seeds_of_one_variant(tmp_path
 
 
 def test_a_study(tmp_path: Path) -> None:
-    study_runner.run(catalogue.get("skip-ablation"), tmp_path)
+    study_runner.run(get("skip-ablation"), tmp_path, name="skip-ablation")
     material = read_material([tmp_path / "out"])
     assert {len(of) for of in material.groups().values()} == {2}
     data = read_data(report_page(material))
     assert [row["name"] for row in data["runs"]] == [
         f"skip-ablation: {label}" for label in ("all skips", "no FFN skip", "no attention skip")
     ]
-    best = [
-        run
-        for run in study_runner.runs_of(tmp_path / "out")
-        if run.label == "all skips" and run.best and not run.trial
-    ]
+    best = [run for run in study_runner.runs_of(tmp_path / "out") if run.label == "all skips"]
     mean = sum(run.accuracy or 0.0 for run in best) / len(best)
     assert data["runs"][0]["accuracy"] == pytest.approx(mean)
     assert {row["kappa"] for row in data["conditioning"]} == {20.0, 30.0, 40.0, 50.0, 400.0}
     (conclusion,) = material.conclusions
     assert "Study skip-ablation" in conclusion.sentence
-    assert conclusion.sentence.endswith("claims hold:")
-    assert any(claim.startswith("no FFN skip minus all skips") for claim in conclusion.claims)
-    assert f"<li>{conclusion.claims[0]}</li>" in report_page(material)
+    assert conclusion.sentence.endswith("4 claims: 4 undecided.")  # two seeds decide nothing
+    assert any("(no FFN skip - all skips, digits" in claim for claim in conclusion.claims)
+    assert f"<li>{html.escape(conclusion.claims[0])}</li>" in report_page(material)
 
 
 def test_jacobian_rows_of_a_study(tmp_path: Path) -> None:
@@ -85,10 +83,10 @@ def test_jacobian_rows_of_a_study(tmp_path: Path) -> None:
         "block": 0,
     }
     row |= {"position": "attention", "points": 3, "relative": relative, "weights": "last"}
-    told: dict[str, Any] = {"fields": {}, "chosen": {}, "recipe": {}, "state": "finished", "result": {}}
+    told: dict[str, Any] = {"recipe": {}, "state": "finished", "result": {}}
     run = RunRecord(label="plain", data="digits", seed=0, **told, measured=[row], run="one")
-    ledger.write(tmp_path, [run], [])
-    (tmp_path / "summary.json").write_text(json.dumps({"study": "jacobian-spectrum", "verdict": "not"}))
+    study_records.write(tmp_path, [run])
+    (tmp_path / "summary.json").write_text(json.dumps({"study": "jacobian-spectrum", "claims": []}))
     rows = read_data(report_page(read_material([tmp_path])))["jacobian"]
     assert [(row["eps"], row["share"], row["value"]) for row in rows] == [
         (0.7, 0, 1.0),
@@ -98,7 +96,7 @@ def test_jacobian_rows_of_a_study(tmp_path: Path) -> None:
 
 
 def test_runs_of_a_study_say_how_they_ended(tmp_path: Path) -> None:
-    told: dict[str, Any] = {"label": "plain", "data": "digits", "fields": {}, "chosen": {}, "recipe": {}}
+    told: dict[str, Any] = {"label": "plain", "data": "digits", "recipe": {}}
     ends = [
         ("finished", False, 0.9),
         ("finished", True, 0.1),
@@ -115,7 +113,7 @@ def test_runs_of_a_study_say_how_they_ended(tmp_path: Path) -> None:
         )
         for seed, (state, collapsed, accuracy) in enumerate(ends)
     ]
-    ledger.write(tmp_path, runs, [])
+    study_records.write(tmp_path, runs)
     (tmp_path / "summary.json").write_text(json.dumps({"study": "some"}))
     material = read_material([tmp_path])
     assert [(each.name, each.state) for each in material.subjects] == [
@@ -200,9 +198,9 @@ def test_torn_lines_of_a_run_are_named(tmp_path: Path) -> None:
 
 
 def test_a_torn_record_of_a_study_hides_no_other(tmp_path: Path) -> None:
-    told: dict[str, Any] = {"data": "digits", "fields": {}, "chosen": {}, "recipe": {}, "result": {}}
+    told: dict[str, Any] = {"data": "digits", "recipe": {}, "result": {}}
     runs = [RunRecord(label="plain", seed=seed, state="finished", **told, run=str(seed)) for seed in (0, 1)]
-    ledger.write(tmp_path, runs, [])
+    study_records.write(tmp_path, runs)
     with (tmp_path / "records.jsonl").open("a") as file:
         file.write('{"label": "pl')
     (tmp_path / "summary.json").write_text('{"study": ')
@@ -211,8 +209,8 @@ def test_a_torn_record_of_a_study_hides_no_other(tmp_path: Path) -> None:
     assert material.conclusions == ()
     assert [Path(each.path).name for each in material.damage] == ["summary.json", "records.jsonl"]
     assert material.damage[1].what == "line 4 is torn and left out."
-    with pytest.raises(ValueError, match=r"line 4 of .*records\.jsonl"):  # a study must not go on without it
-        ledger.read(tmp_path)
+    with pytest.raises(ValueError, match=r"records\.jsonl, lines \[4\] are torn"):  # a study stops there
+        study_runner.run(get("density"), tmp_path, out=tmp_path)
 
 
 def test_an_empty_folder_and_nothing_at_all(tmp_path: Path) -> None:

@@ -352,6 +352,21 @@ def test_the_seed_decides(scheme: str) -> None:
     assert not torch.equal(first["blocks.0.attn.qkv.weight"], other["blocks.0.attn.qkv.weight"])
 
 
+def test_without_a_seed_torchs_generator_decides() -> None:
+    def drawn() -> torch.Tensor:
+        wp.initialise(model, "mimetic")
+        return model.blocks[0].attn.qkv.weight.detach().clone()
+
+    model = vit()
+    torch.manual_seed(3)
+    first, second, after = drawn(), drawn(), torch.rand(3)
+    torch.manual_seed(3)
+    assert torch.equal(drawn(), first)
+    assert torch.equal(drawn(), second)
+    assert torch.equal(torch.rand(3), after)
+    assert not torch.equal(first, second)
+
+
 REFUSED = {  # of the families, by scheme
     "mimetic": {"timm resmlp", "timm convmixer"},
     "skipless": {"timm resmlp", "timm convmixer"},

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from wellposed.train import fitting
-from wellposed.train.guard import without_cudnn_attention
+from wellposed.train.parallel import without_cudnn_attention
 from wellposed.train.recipe import Recipe
 
 
@@ -24,13 +24,13 @@ def test_the_callers_choice_comes_back(before) -> None:
 
 def test_a_run_trains_without_cudnn(tmp_path, monkeypatch) -> None:
     seen = []
-    prepare = fitting.prepare
+    resolve = fitting.resolve
 
     def watched(*given):
         seen.append(enabled())
-        return prepare(*given)
+        return resolve(*given)
 
-    monkeypatch.setattr(fitting, "prepare", watched)
+    monkeypatch.setattr(fitting, "resolve", watched)
     recipe = Recipe(epochs=1, limit=64, batch_size=32, trackers=(), device="cpu", monitor_every=0)
     fitting.fit(recipe, out=tmp_path, quiet=True)
     assert seen == [False]

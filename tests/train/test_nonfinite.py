@@ -9,8 +9,8 @@ from torch import nn
 
 from short_runs import assert_bitwise, run, weights
 from wellposed.run_records import read_run
-from wellposed.train.guard import Guard, takes_flag
 from wellposed.train.loop import Loop
+from wellposed.train.optimizer import Guard, takes_flag
 from wellposed.train.tasks import Classification
 
 BAD = 6

@@ -10,7 +10,8 @@ from wellposed.train.bench import run as bench
 from wellposed.train.data import open_data
 from wellposed.train.loop import PacedMonitor
 from wellposed.train.optimizer import SCHEDULES, make_schedule
-from wellposed.train.resolve import own_patch, resolve, resolve_for
+from wellposed.train.resolve import from_data as resolve
+from wellposed.train.resolve import from_model, own_patch
 from wellposed.train.runs import decisive, default_folder
 
 
@@ -59,7 +60,12 @@ def test_patches_follow_the_images() -> None:
 
 def test_what_is_resolved_stays_so() -> None:
     data = open_data("digits")
-    for given in (Recipe(), Recipe(task="mae"), Recipe(graying="svd", image_size=32), Recipe(mixup=0.0)):
+    for given in (
+        Recipe(),
+        Recipe(task="mae"),
+        Recipe(edits=["gray_tokens method=svd"], image_size=32),
+        Recipe(mixup=0.0),
+    ):
         once = resolve(given, data)
         assert resolve(once, data) == once
     assert (once.mixup, resolve(Recipe(task="mae"), data).mixup) == (0.0, 0.0)
@@ -68,10 +74,10 @@ def test_what_is_resolved_stays_so() -> None:
 
 def test_wider_models_learn_with_smaller_steps() -> None:
     for name, lr in (("test_vit", 3e-3), ("vit_tiny_patch16_224", 0.2 / 192)):
-        assert resolve_for(Recipe(), timm.create_model(name)).lr == pytest.approx(lr)
-    assert resolve_for(Recipe(lr=0.5), torch.nn.Identity()).lr == 0.5
+        assert from_model(Recipe(), timm.create_model(name))[0].lr == pytest.approx(lr)
+    assert from_model(Recipe(lr=0.5, monitor_every=0), torch.nn.Identity())[0].lr == 0.5
     with pytest.raises(ValueError, match="set lr"):
-        resolve_for(Recipe(), torch.nn.Identity())
+        from_model(Recipe(), torch.nn.Identity())
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, monkeypatch) ->
     assert run(tmp_path / "damaged", **fields).status == "finished"
     said = [line["text"] for line in read_run(tmp_path / "damaged") if line["event"] == "note"]
     assert any("update-00000007 was passed over" in text and "optimizer.safetensors" in text for text in said)
-    assert "goes on at update 6 of 12." in said
+    assert "resumes at update 6 of 12." in said
     assert_bitwise(weights(tmp_path / "damaged"), weights(tmp_path / "whole"))
 
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from wellposed.train import loop as signals
-from wellposed.train.loop import StopRequest
+from wellposed.train import fitting as signals
+from wellposed.train.fitting import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -36,7 +36,7 @@ def test_who_does_not_honour_it_is_ended(monkeypatch, capsys) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert left.wait(10)
     assert codes == [143]
-    assert "goes on from the last checkpoint" in capsys.readouterr().err
+    assert "resumes from the last checkpoint" in capsys.readouterr().err
     left.clear()
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGTERM)

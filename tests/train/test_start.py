@@ -99,7 +99,7 @@ def test_a_head_of_another_number_of_classes_starts_fresh(make, head, tmp_path):
 def test_heads_that_are_missing(tmp_path):
     with_head, without = vit(1), vit(2, num_classes=0)
     told = start_from(without, save(with_head, tmp_path / "with.safetensors"))
-    assert told[1:] == ["The file's head is left out: the model has none."]
+    assert told[1:] == ["The file's head is skipped: the model has none."]
     model = vit(3)
     told = start_from(model, save(without, tmp_path / "without.safetensors"))
     assert told[1:] == ["The head starts fresh: the file has none."]
@@ -117,10 +117,10 @@ def test_a_distilled_model_has_two_heads(tmp_path):
 @pytest.mark.parametrize(
     ("pools", "words"),
     [
-        (("token", "avg"), "fc_norm starts fresh, the file's norm is left out: they pool"),
-        (("avg", "token"), "norm starts fresh, the file's fc_norm is left out: they pool"),
+        (("token", "avg"), "fc_norm starts fresh, the file's norm is skipped: they pool"),
+        (("avg", "token"), "norm starts fresh, the file's fc_norm is skipped: they pool"),
         (("token", "map"), "attn_pool starts fresh."),
-        (("map", "token"), "The file's attn_pool is left out."),
+        (("map", "token"), "The file's attn_pool is skipped."),
     ],
 )
 def test_another_pooling_starts_fresh(pools, words, tmp_path):

@@ -18,8 +18,16 @@ import pytest
 from rich.console import Console
 
 from wellposed.train.recipe import Recipe, write_recipe
-from wellposed.train.sweep import child_environment, default_jobs, gpu_is_there, run
-from wellposed.train.sweep.plan import Run, distinct_names, find_recipes, plan
+from wellposed.train.sweep import (
+    Run,
+    child_environment,
+    default_jobs,
+    distinct_names,
+    find_recipes,
+    gpu_is_there,
+    plan,
+    run,
+)
 from wellposed.train.sweep.processes import Child, Progress, as_table
 
 # What a run does is in its recipe's field "data".
@@ -196,7 +204,7 @@ def test_a_signal_is_passed_on_and_the_sweep_goes_on_later(sweep, number) -> Non
     assert outcome.exit_code == 128 + number
     assert states(outcome) == {"a": "interrupted", "b": "waiting"}
     assert (sweep.out / "a" / "saved").exists()
-    assert "the same command again goes on" in text
+    assert "the same command again continues" in text
     assert signal.getsignal(number) is before
     assert json.loads((sweep.out / "sweep.json").read_text())["runs"][0]["state"] == "interrupted"
 

@@ -78,7 +78,7 @@ def test_a_node_dies_and_the_results_are_those_of_this_machine(cluster, tmp_path
     killer.join(timeout=0)
     (folder,) = lost
     assert log(folder).count("Ray node") == 2
-    assert "goes on at update" in log(folder)
+    assert "resumes at update" in log(folder)
 
     local, text = sweep([tmp_path / "a.toml"], tmp_path / "local", seeds=[0, 1], jobs=2)
     assert local.exit_code == 0, text

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 FIRST_STEPS, MEASURE, TRAIN, REPRODUCE = "First steps", "Measure", "Train", "Reproduce"
-_ORDER = ("demo", "doctor", "diagnose", "report", "train", "sweep", "pack", "study", "bench")
+_ORDER = ("demo", "doctor", "diagnose", "report", "train", "sweep", "pack", "push", "study", "bench")
 """Of the commands in ``--help``, which puts each group where its first command is."""
 
 

@@ -23,7 +23,7 @@ from wellposed.commands.app import FIRST_STEPS, app, plain_errors
 from wellposed.text import aligned
 
 EXTRAS = {
-    "train": "wellposed train, sweep, study and demo",
+    "train": "wellposed train, sweep and demo",
     "transformers": "models named hf:NAME, the Trainer's callback",
     "datasets": "--data hf:NAME and Parquet files",
     "ray": "sweeps on a cluster of machines",

@@ -1,4 +1,4 @@
-"""``wellposed train``, ``sweep`` and ``pack``."""
+"""``wellposed train``, ``sweep``, ``pack`` and ``push``."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +11,7 @@ from wellposed.train import options
 from wellposed.train.recipe import combine, read_recipe, recipe_text
 
 Engine = Literal["local", "ray"]
+Weights = Literal["best", "last"]
 
 _USUAL = ("data", "model", "pretrained", "edits", "epochs", "batch_size", "lr", "seed", "precision", "device")
 """The options that ``train --help`` shows; ``--help-all`` shows all."""
@@ -137,3 +138,29 @@ def pack(
             typer.echo(note)
         counts = f"{len(data.train)} training and {len(data.test)} test images of {len(data.classes)} classes"
         typer.echo(f"{counts} written to {out}; train with --data packed:{out}")
+
+
+@app.command(rich_help_panel=TRAIN)
+def push(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    repo: Annotated[str, typer.Argument(metavar="USER/NAME", help="Of models on the Hugging Face Hub.")],
+    weights: Annotated[Weights, typer.Option(help="Which of the run's.")] = "best",
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a new repository that its owner alone can see.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the files that would be sent, and send nothing.")
+    ] = False,
+) -> None:
+    """Share a run: its weights with their model card, its recipe and its numbers, in one commit.
+
+    timm loads it as hf-hub:USER/NAME. The token is that of: hf auth login.
+    """
+    with plain_errors():
+        from wellposed.train import sharing
+
+        files = sharing.files_of(run, weights)
+        for name, file in files.items():
+            typer.echo(f"{name}  {file.stat().st_size:,} bytes")
+        if not dry_run:
+            typer.echo(f"shared as {sharing.push(run, repo, weights=weights, private=private)}")

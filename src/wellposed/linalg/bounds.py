@@ -45,6 +45,7 @@ import torch
 from torch import Tensor
 
 from wellposed.linalg.spectrum import KAPPA_LIMIT, ConditionNumber, condition_number, singular_values
+from wellposed.records import VERDICTS
 
 SLACK = 1e-3
 """A bound counts as violated where kappa exceeds it by more than this part."""
@@ -119,10 +120,6 @@ def product_condition_number(product: Tensor, norm: Tensor) -> ConditionNumber:
     # A product that vanishes altogether has no largest value either.
     largest, smallest = torch.maximum(values[..., 0], floor), torch.maximum(values[..., -1], floor)
     return ConditionNumber(largest / smallest, values[..., -1] < floor)
-
-
-VERDICTS = ("holds", "holds trivially", "violated", "cannot tell")
-"""Trivially: the bound is infinite. Cannot tell: only a lower bound of kappa is known, below the bound."""
 
 
 class Comparison(NamedTuple):

@@ -30,7 +30,7 @@ from torch import Tensor
 from wellposed.linalg.once import once
 from wellposed.linalg.precision import without_autocast
 from wellposed.linalg.spectral_chain import Chain, chain_backward, chain_forward
-from wellposed.linalg.spectral_eigen import Eigen, eigen_backward, eigen_forward
+from wellposed.linalg.spectral_eigen import Eigen, Power, eigen_backward, eigen_forward
 from wellposed.linalg.spectral_fit import chain_coefficients, wide_steps
 from wellposed.linalg.spectral_plan import (
     DEFAULT_TOLERANCE,
@@ -127,19 +127,10 @@ def _apply_eigen(
     is_narrow = plan.precision == "float32" or (
         x.dtype != torch.float64 and not rounds_float32(x.device.type)
     )
-    return _over_wide(
-        x,
-        lambda X: _Eigen.apply(
-            X,
-            power,
-            plan.floor,
-            shift,
-            rescale,
-            getattr(torch, plan.precision),
-            torch.float32 if is_narrow else torch.float64,
-            _needs_gradient(x),
-        )[0],
-    )
+    dtype, work = getattr(torch, plan.precision), torch.float32 if is_narrow else torch.float64
+    settings = Power(power, plan.floor, rescale, shift, dtype, work)
+    keep = _needs_gradient(x)
+    return _over_wide(x, lambda X: _Eigen.apply(X, keep, *settings)[0])
 
 
 def _apply_chain(
@@ -167,26 +158,19 @@ def _needs_gradient(x: Tensor) -> bool:
 
 
 class _Eigen(torch.autograd.Function):
+    """Of x, whether to keep the decomposition, and the fields of a :class:`Power`."""
+
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        eps: Tensor,
-        floor: float,
-        shift: float,
-        rescale: bool,
-        dtype: torch.dtype,
-        work: torch.dtype,
-        keep: bool,
-    ) -> tuple[Tensor, ...]:
+    def forward(x: Tensor, keep: bool, *power: Any) -> tuple[Tensor, ...]:
         with without_autocast(x):
-            y, eigen = eigen_forward(x, eps, floor, shift=shift, rescale=rescale, dtype=dtype, work=work)
+            y, eigen = eigen_forward(x, Power(*power))
         return (y, *eigen) if keep else (y,)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, eps, ctx.floor, ctx.shift, ctx.rescale, ctx.dtype, ctx.work, _ = inputs
+        x, _, eps, *ctx.power = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(x, eps, *output[1:])
 
@@ -194,14 +178,12 @@ class _Eigen(torch.autograd.Function):
     @once
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, eps, *kept = ctx.saved_tensors
-        settings = {"shift": ctx.shift, "rescale": ctx.rescale}
+        power = Power(eps, *ctx.power)
         # A caller may run backward inside autocast; these products need their digits.
         with without_autocast(grad):
-            if kept:
-                eigen = Eigen(*kept)
-            else:  # forward did not expect a gradient
-                eigen = eigen_forward(x, eps, ctx.floor, dtype=ctx.dtype, work=ctx.work, **settings)[1]
-            out = eigen_backward(grad, eigen, eps, ctx.floor, **settings)
+            # Nothing is kept where forward did not expect a gradient.
+            eigen = Eigen(*kept) if kept else eigen_forward(x, power)[1]
+            out = eigen_backward(grad, eigen, power)
         return out, *[None] * 7
 
 

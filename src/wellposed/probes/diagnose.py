@@ -13,22 +13,31 @@ from torch import Tensor, nn
 from wellposed.anatomy.model import Block, BlockSelection, is_settled, refusal, select
 from wellposed.anatomy.model import blocks as all_blocks
 from wellposed.probes.attention_maps import no_attention
+from wellposed.probes.attention_pictures import attention_pictures
 from wellposed.probes.bounds import bounds as measure_bounds
+from wellposed.probes.collapse import Alarm, alarm, signs
 from wellposed.probes.conditioning import ConditioningProbe
 from wellposed.probes.density import DensityProbe
 from wellposed.probes.diagnosis import Diagnosis
+from wellposed.probes.gradients import gradient_norms, in_one_direction
 from wellposed.probes.images import Batch, image_batches
 from wellposed.probes.jacobian import jacobian_spectrum
 from wellposed.probes.named_inputs import example_of
+from wellposed.probes.nonfinite import first_nonfinite_of
 from wellposed.probes.ntk import ntk_spectrum
 from wellposed.probes.observe import plain
 from wellposed.probes.passes import Probe, forward_passes
+from wellposed.probes.tokens import TokenProbe
+from wellposed.probes.weight_spectra import weight_spectra
 from wellposed.records import Record
 from wellposed.surgery.undo import edits
 
-What = Literal["conditioning", "density", "bounds", "jacobian", "ntk"]
+What = Literal[
+    "conditioning", "density", "tokens", "weights", "gradients", "attention", "bounds", "jacobian", "ntk"
+]
 EVERYTHING: tuple[What, ...] = get_args(What)
-DEFAULT: tuple[What, ...] = ("conditioning", "density")
+DEFAULT: tuple[What, ...] = ("conditioning", "density", "tokens")
+IN_A_PASS = {"conditioning", "density", "tokens"}
 
 NTK_IMAGES = 8
 LINE_SECONDS = 15.0
@@ -37,7 +46,7 @@ LINE_SECONDS = 15.0
 
 def diagnose(
     model: nn.Module,
-    images: object,
+    images: object = None,
     *,
     what: What | Literal["all"] | Sequence[What] | None = None,
     blocks: BlockSelection = None,
@@ -55,12 +64,16 @@ def diagnose(
         images: a tensor (B, C, H, W), of videos with one more axis; a folder; paths or PIL images; a
             DataLoader. For texts, sounds or several inputs: a dict of what the model takes (``input_ids``,
             ``attention_mask``, ...), a tensor of token ids, or a DataLoader of these. Padding does not count.
+            ``what="weights"`` needs none.
         what: ``"conditioning"``: kappa, ranks and spectrum of the tokens at each position of each block;
-            ``"density"``: how near attention is to uniform; ``"bounds"``: kappa beside what the paper's
-            propositions say, on 4 images; ``"jacobian"``: extreme singular values of the attention and
-            FFN Jacobians of the blocks named (of block 0 if none is), at the first image; ``"ntk"``:
-            condition number of the neural tangent kernel of 8 images. None is the first two, ``"all"`` is
-            all five.
+            ``"density"``: how near attention is to uniform; ``"tokens"``: their norms, outliers and the share
+            of their mean; ``"weights"``: kappa and stable rank of the weights; ``"gradients"``: how much of
+            the output's gradient reaches each block, of 4 images; ``"attention"``: pictures of what it looks
+            at, of the first image; ``"bounds"``: kappa compared with what the
+            paper's propositions say, on 4 images; ``"jacobian"``: extreme singular values of the attention
+            and FFN Jacobians of the blocks named (of block 0 if none is), at the first image; ``"ntk"``:
+            condition number of the neural tangent kernel of 8 images. None is the first three, ``"all"`` is
+            all of them.
         blocks: an index, a slice, several indices, or None for all.
         max_images: None is all of a tensor or list, and a few dozen of a folder or DataLoader.
         attention_images: density is measured on so many images; the others keep fused attention.
@@ -77,6 +90,13 @@ def diagnose(
     started = time.perf_counter()
     chosen = _check_what(what)
     inner = plain(model)
+    if images is None and chosen == ("weights",):
+        return _of_weights(inner, blocks, started)
+    if images is None:
+        others = ", ".join(name for name in chosen if name != "weights")
+        raise ValueError(
+            f'expected images to measure {others}, got none; what="weights" alone needs no images.'
+        )
     batches = image_batches(images, inner, batch_size=batch_size, limit=max_images, transform=transform)
     if not is_settled(inner):
         first = next(iter(batches))
@@ -84,12 +104,14 @@ def diagnose(
     found = _blocks(inner, blocks)
     notes: list[str] = []
     asks_for_density = what not in (None, "all")
-    if "density" in chosen and not asks_for_density and all(map(no_attention, found)):
-        notes.append(f"density not measured: {no_attention(found[0])}")
-        chosen = tuple(name for name in chosen if name != "density")
+    if not asks_for_density and all(map(no_attention, found)):
+        for name in ("density", "attention"):
+            if name in chosen:
+                notes.append(f"{name} not measured: {no_attention(found[0])}")
+        chosen = tuple(name for name in chosen if name not in ("density", "attention"))
     records: list[Record] = []
     with _Bar(progress) as bar:
-        if {"conditioning", "density"} & set(chosen):
+        if IN_A_PASS & set(chosen):
             kept = {block.index for block in found}
 
             def probes(present: list[Block]) -> list[Probe]:
@@ -97,9 +119,19 @@ def diagnose(
                 made: list[Probe] = [ConditioningProbe(wanted)] if "conditioning" in chosen else []
                 if "density" in chosen:
                     made.append(DensityProbe(wanted, attention_images, strict=asks_for_density))
+                if "tokens" in chosen:
+                    made.append(TokenProbe(wanted))
                 return made
 
             records += forward_passes(model, bar.over(batches, "forward passes"), probes)
+        if "weights" in chosen:
+            records += weight_spectra(model, blocks=blocks)
+        if "gradients" in chosen:
+            bar.say("gradients")
+            records += gradient_norms(model, batches, blocks=blocks)
+        if "attention" in chosen:
+            bar.say("attention")
+            records += attention_pictures(model, batches, blocks=blocks)
         if "bounds" in chosen:
             bar.say("bounds")
             records += measure_bounds(model, batches, blocks=blocks, strict=chosen == ("bounds",))
@@ -116,8 +148,27 @@ def diagnose(
         if "ntk" in chosen:
             bar.say("neural tangent kernel")
             records += ntk_spectrum(model, batches, max_images=NTK_IMAGES, groups="parts")
+    notes += [f"{sign.name}: {sign.evidence}; try: {sign.remedy}" for sign in _signs(inner, batches, records)]
     about = _about(model, inner, records, batches.notes + notes)
     return Diagnosis(tuple(records), about | {"what": list(chosen), "seconds": time.perf_counter() - started})
+
+
+def _of_weights(model: nn.Module, selection: BlockSelection, started: float) -> Diagnosis:
+    records = weight_spectra(model, blocks=selection)
+    about = _about(model, model, records, [])
+    return Diagnosis(tuple(records), about | {"what": ["weights"], "seconds": time.perf_counter() - started})
+
+
+def _signs(model: nn.Module, batches: Iterable[Batch], records: list[Record]) -> Iterator[Alarm]:
+    """The signs of a collapse; where something is not finite, the first place."""
+    bad = [r for r in records if r.measure in ("kappa", "token norm", "gradient norm") and None in r.samples]
+    if bad:
+        is_backward = all(record.measure == "gradient norm" for record in bad)
+        loss = in_one_direction if is_backward else None
+        found = (first_nonfinite_of(model, batch, loss) for batch in batches)
+        place = next((each for each in found if each is not None), None)
+        yield alarm("not finite", (), f"first in {bad[0].module}" if place is None else str(place))
+    yield from (sign for sign in signs(records) if sign.name != "not finite")
 
 
 def _check_what(what: What | Literal["all"] | Sequence[What] | None) -> tuple[What, ...]:

@@ -6,17 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.probes.tables import (
+    TOKEN_MEASURES,
     Table,
     as_html,
     as_text,
     block_table,
     bounds_table,
+    grid_tables,
     most_changed_first,
     pair_table,
     rest_table,
+    token_table,
     without_repeats,
 )
-from wellposed.records import Record, read_json, write_csv, write_json
+from wellposed.records import COLUMNS, Record, json_text, read_json, rows, write_csv, write_json
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,7 +55,7 @@ class Diagnosis:
         return notes
 
     def __str__(self) -> str:
-        title = f"{self.about.get('model', 'model')}: {_images(self.about)}"
+        title = f"{self.about.get('model', 'model')}{_images(self.about)}"
         parts = [title, *map(as_text, self._tables())]
         edits = self.about.get("edits", [])
         parts.append("\n".join(f"edited: {edit}" for edit in edits))
@@ -63,13 +66,18 @@ class Diagnosis:
         return str(self)
 
     def _tables(self) -> list[Table]:
-        return [make(self.records) for make in (block_table, bounds_table, rest_table)]
+        """Measures of tokens are in short where they were not asked for alone."""
+        rest, in_short = self.records, []
+        if self.select("kappa"):
+            rest = tuple(record for record in rest if record.measure not in TOKEN_MEASURES)
+            in_short = [token_table(self.records)]
+        return [block_table(rest), *in_short, *grid_tables(rest), bounds_table(rest), rest_table(rest)]
 
     def _repr_html_(self) -> str:
-        title = f"{self.about.get('model', 'model')}: {_images(self.about)}"
+        title = f"{self.about.get('model', 'model')}{_images(self.about)}"
         lines = [f"edited: {edit}" for edit in self.about.get("edits", [])]
         lines += [f"note: {note}" for note in self.notes]
-        from wellposed.report.notebook import charts_html
+        from wellposed.report.heat_maps import charts_html
 
         return as_html(title, self._tables(), lines) + charts_html(self.records)
 
@@ -77,19 +85,49 @@ class Diagnosis:
         """One line a record, without the values of the single images."""
         write_csv(self.records, path)
 
-    def to_json(self, path: str | Path) -> None:
-        """Everything; :meth:`from_json` reads it back."""
-        write_json(self.records, self.about, path)
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Everything as JSON, which :meth:`from_json` reads; written to a file too if ``path`` names one."""
+        if path is not None:
+            write_json(self.records, self.about, path)
+        return json_text(self.records, self.about)
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The report as a page that opens offline; written to a file too if ``path`` names one."""
-        from wellposed.report.building import diagnosis_page
-        from wellposed.report.page import write
+        from wellposed.report.page import diagnosis_page, write
 
         page = diagnosis_page(self.records, self.about)
         if path is not None:
             write(page, path)
         return page
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row for each record, as :meth:`to_csv` writes them; it needs pandas.
+
+        >>> import timm, torch, wellposed as wp
+        >>> diagnosis = wp.diagnose(timm.create_model("vit_tiny_patch16_224", depth=1), what="weights")
+        >>> frame = diagnosis.to_pandas()
+        >>> frame[frame.measure == "weight kappa"].position.tolist()
+        ['attn.qkv q', 'attn.qkv k', 'attn.qkv v', 'attn.proj', 'mlp.fc1', 'mlp.fc2']
+        """
+        try:
+            import pandas  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise ImportError(
+                "expected pandas for to_pandas(), which is missing; pip install pandas, or use to_csv()."
+            ) from error
+        return pandas.DataFrame(rows(self.records), columns=list(COLUMNS))
+
+    def save_attention(self, path: str | Path, *, block: int | None = None, head: int | None = None) -> None:
+        """A figure of where attention looks, of ``what="attention"``; it needs matplotlib.
+
+        Args:
+            path: of the file, its ending says which kind: PNG, SVG, PDF.
+            block: whose attention; None for rollout through all blocks.
+            head: one of the block's; None for the mean over them.
+        """
+        from wellposed.report.attention import save_attention
+
+        save_attention(self.records, path, block=block, head=head)
 
     def save(self, folder: str | Path) -> None:
         """``diagnosis.csv``, ``.json`` and ``.html`` in a folder, which is made if need be."""
@@ -169,7 +207,7 @@ def _several(wanted: Any) -> list[Any] | None:
 
 def _images(about: dict[str, Any]) -> str:
     count = about.get("images")
-    return "" if count is None else f"{count} image{'s' if count != 1 else ''}"
+    return "" if not count else f": {count} image{'s' if count != 1 else ''}"
 
 
 def _measures(records: Iterable[Record]) -> str:

@@ -10,11 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from wellposed.linalg import KAPPA_LIMIT
-from wellposed.linalg.bounds import VERDICTS
-from wellposed.records import Record, short
+from wellposed.records import VERDICTS, Record, short
 from wellposed.text import aligned
 
-_IN_BLOCK_TABLE = ("kappa", "entropy")
+_IN_GRIDS = {
+    "token norm": "norm of the tokens, median over them",
+    "outlier tokens": "the longest token over the median one",
+    "norm kurtosis": "kurtosis of the tokens' norms, 3 for a normal law",
+    "mean share": "of the tokens' square norm, that of their mean",
+    "weight kappa": "condition number of the weights",
+    "weight stable rank": "of the weights, square Frobenius norm over square spectral norm",
+    "gradient norm": "of the output in a fixed direction, by the block's parameters",
+}
+"""Measures with a table of their own, blocks by positions, and what it says under it."""
+_IN_BLOCK_TABLE = ("kappa", "entropy", *_IN_GRIDS)
 _NOT_SHOWN = (
     "rank deficient",
     "effective rank",
@@ -26,8 +35,15 @@ _NOT_SHOWN = (
     "ntk lambda max",
     "ntk lambda min",
     "ntk trace",
+    "image",
+    "attention picture",
+    "attention rollout",
 )
 MOST_PAIRS = 40
+_BLOCK = ("block", "module")
+_NUMBERS = ("kappa", "entropy", "value", "least", "most", "in block")
+"""What titles of columns of numbers begin with; in a table of blocks all but the first two are."""
+TOKEN_MEASURES = ("token norm", "outlier tokens", "norm kurtosis", "mean share")
 
 WIDTH = 80
 """Columns of a terminal, which captions keep to."""
@@ -54,9 +70,9 @@ def block_table(records: Sequence[Record]) -> Table:
     for block in worst_first:
         cells = [kappas.get((block, position)) for position in positions]
         density = [_four_digits(entropies.get(block))] if entropies else []
-        rows.append((str(block), names[block], *("-" if r is None else r.text() for r in cells), *density))
+        rows.append((str(block), names[block], *map(_text, cells), *density))
         heat.append((None, None, *(None if r is None else _heat(r) for r in cells), *(None for _ in density)))
-    titles = ("block", "module", *(f"kappa {position}" for position in positions))
+    titles = (*_BLOCK, *(f"kappa {position}" for position in positions))
     titles += ("entropy",) if entropies else ()
     said = []
     if kappas:
@@ -69,6 +85,40 @@ def block_table(records: Sequence[Record]) -> Table:
     if sum(_is_ranked_by_a_bound(block, kappas) for block in names) > 1:
         said.append("blocks ranked by a bound have no order among them")
     return Table("; ".join(said), titles, tuple(rows), tuple(heat))
+
+
+def token_table(records: Sequence[Record]) -> Table:
+    """Where the tokens of the blocks' outputs are most and least alike, and most and least unequal."""
+    last = {r.block: r.position for r in records if r.position.endswith(".sum")}
+    rows = []
+    for measure in ("outlier tokens", "mean share"):
+        found = [r for r in records if r.measure == measure and r.position == last.get(r.block)]
+        told = sorted((r for r in found if r.value is not None), key=lambda r: r.value or 0.0)
+        if told:
+            ends = (told[0], told[-1])
+            rows.append((measure, *(cell for r in ends for cell in (r.text(), str(r.block)))))
+    titles = ("tokens of the outputs", "least", "in block", "most", "in block")
+    caption = "outlier tokens: the longest over the median one; mean share: of the square norm, the mean's"
+    return Table(caption, titles, tuple(rows), tuple((None,) * len(titles) for _ in rows))
+
+
+def grid_tables(records: Sequence[Record]) -> list[Table]:
+    """For each measure of tokens, weights and gradients, blocks by positions."""
+    tables = []
+    for measure, words in _IN_GRIDS.items():
+        found = {(r.block, r.position): r for r in records if r.measure == measure}
+        if not found:
+            continue
+        positions = list(dict.fromkeys(position for _, position in found))
+        names = {r.block: r.module for r in found.values()}
+        rows = [
+            (str(block), name, *(_text(found.get((block, position))) for position in positions))
+            for block, name in names.items()
+        ]
+        titles = (*_BLOCK, *(position or measure for position in positions))
+        heat = tuple((None,) * len(titles) for _ in rows)
+        tables.append(Table(f"{measure}: {words}", titles, tuple(rows), heat))
+    return tables
 
 
 def rest_table(records: Sequence[Record]) -> Table:
@@ -146,9 +196,8 @@ def as_text(table: Table) -> str:
     """The table for a terminal, in 80 columns for most models."""
     if not table.rows:
         return ""
-    numbers = tuple(
-        i for i, title in enumerate(table.titles) if title.startswith(("kappa", "entropy", "value"))
-    )
+    first = len(_BLOCK) if table.titles[: len(_BLOCK)] == _BLOCK else len(table.titles)
+    numbers = tuple(i for i, title in enumerate(table.titles) if i >= first or title.startswith(_NUMBERS))
     rows, caption = table.rows, table.caption
     if "module" in table.titles:
         at = table.titles.index("module")
@@ -231,6 +280,10 @@ def _heat(record: Record) -> float | None:
     if "kappa" not in record.measure or record.value is None:
         return None
     return min(max(math.log(record.value) / math.log(KAPPA_LIMIT), 0.0), 1.0) if record.value > 0 else None
+
+
+def _text(record: Record | None) -> str:
+    return "-" if record is None else record.text()
 
 
 def _four_digits(record: Record | None) -> str:

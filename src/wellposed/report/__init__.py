@@ -3,8 +3,7 @@
 ``wellposed report RUN_OR_DIAGNOSIS... -o report.html`` is :func:`write_report`.
 """
 
-from wellposed.report.building import LIMIT, diagnosis_page, report_page, write_report
-from wellposed.report.page import read_data
+from wellposed.report.page import LIMIT, diagnosis_page, read_data, report_page, write_report
 from wellposed.report.reading import read_material
 from wellposed.report.subjects import Material, Subject
 

@@ -1,12 +1,14 @@
-"""A section of the page: words, one chart and the rows that it is drawn from.
+"""A section of the page: words, one chart and the rows that it is drawn from, in few bytes.
 
-The rows are the chart's data, the table beside it and the CSV file at once, so they cannot differ.
+The rows are the chart's data, the table next to it and the CSV file at once, so they cannot differ.
 """
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Cell = str | int | float | None
 
@@ -172,3 +174,65 @@ def picked(values: Sequence[float], most: int) -> list[tuple[int, float]]:
         return list(enumerate(values))
     chosen = distinct(round(i * (count - 1) / (most - 1)) for i in range(most))
     return [(index, values[index]) for index in chosen]
+
+
+def pack(values: Sequence[Any]) -> dict[str, Any]:
+    """As ``values``, with ``levels`` where they are names and ``repeats`` where that is shorter."""
+    told: dict[str, Any] = {}
+    if any(isinstance(value, str) for value in values):
+        levels = {value: code for code, value in enumerate(dict.fromkeys(values))}
+        told["levels"], values = list(levels), [levels[value] for value in values]
+    stretches = [(value, len(list(equal))) for value, equal in itertools.groupby(values)]
+    if 2 * len(stretches) < len(values):
+        return told | {"values": [value for value, _ in stretches], "repeats": [n for _, n in stretches]}
+    return told | {"values": list(values)}
+
+
+def unpacked(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Key -> values of each column, all of one length.
+
+    >>> unpacked([{"key": "kappa", "values": [1.0], "repeats": [2]}, {"key": "ln", "log_of": "kappa"}])
+    {'kappa': [1.0, 1.0], 'ln': [0.0, 0.0]}
+    """
+    filled = {column["key"]: _filled(column) for column in columns if "log_of" not in column}
+    return {
+        column["key"]: [math.log(value) for value in filled[column["log_of"]]]
+        if "log_of" in column
+        else filled[column["key"]]
+        for column in columns
+    }
+
+
+def _filled(column: Mapping[str, Any]) -> list[Any]:
+    values = column["values"]
+    if "repeats" in column:
+        pairs = zip(values, column["repeats"], strict=True)
+        values = [value for value, count in pairs for _ in range(count)]
+    return [column["levels"][code] for code in values] if "levels" in column else values
+
+
+class Point(NamedTuple):
+    """Of a curve; ``place`` is its index in the record."""
+
+    place: int
+    value: float
+
+
+def thin(values: Sequence[float], most: int) -> list[Point]:
+    """At most ``most`` points (at least 4), in order, with the first, the last, the lowest and the highest.
+
+    >>> [point.place for point in thin([0, 1, 0, 9, 0, 1, -5, 1, 0, 1], 6)]
+    [0, 2, 3, 5, 6, 9]
+    """
+    points = [Point(place, value) for place, value in enumerate(values)]
+    if len(points) <= most:
+        return points
+    stretches = max((most - 2) // 2, 1)
+    inner = points[1:-1]
+    kept = {points[0], points[-1]}
+    for number in range(stretches):
+        stretch = inner[number * len(inner) // stretches : (number + 1) * len(inner) // stretches]
+        if stretch:
+            kept.add(min(stretch, key=lambda point: point.value))
+            kept.add(max(stretch, key=lambda point: point.value))
+    return sorted(kept)

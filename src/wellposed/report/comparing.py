@@ -6,8 +6,7 @@ from typing import Any
 
 from wellposed.records import Record
 from wellposed.report.charts import Budget, Chart, Section, columns, finite
-from wellposed.report.states import COLLAPSED, mark
-from wellposed.report.subjects import Material, Subject
+from wellposed.report.subjects import COLLAPSED, Material, Subject, mark
 from wellposed.stats import spread
 
 TITLE = "Side by side"

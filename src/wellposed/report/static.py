@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from wellposed.report.building import sections
 from wellposed.report.charts import Budget, Section, colour_range, distinct
-from wellposed.report.conditioning import sorted_positions
+from wellposed.report.heat_maps import sorted_positions
+from wellposed.report.page import sections
 from wellposed.report.subjects import Material
 from wellposed.report.training import FEW
 
@@ -25,17 +25,16 @@ Rows = Sequence[Mapping[str, Any]]
 
 def write_static(material: Material, folder: str | Path) -> list[Path]:
     """Write ``NAME.png`` and ``NAME.svg`` for each section that has a figure; returns the files."""
-    figure_class, canvas = _matplotlib()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     found, _ = sections(material, _WHOLE)
     for section in found:
         draw = _DRAWN.get(section.id)
-        if draw is None or section.chart is None or (section.chart.spec is None and section.id != "graying"):
+        has_pictures = "pictures" in (section.extra or {})
+        if draw is None or section.chart is None or (section.chart.spec is None and not has_pictures):
             continue
-        figure = figure_class(constrained_layout=True)
-        canvas(figure)
+        figure = new_figure()
         draw(figure, section)
         for kind in ("png", "svg"):
             written.append(folder / f"{section.id}.{kind}")
@@ -45,7 +44,8 @@ def write_static(material: Material, folder: str | Path) -> list[Path]:
     return written
 
 
-def _matplotlib() -> tuple[Any, Any]:
+def new_figure() -> Any:
+    """An empty figure of matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -53,7 +53,9 @@ def _matplotlib() -> tuple[Any, Any]:
         raise ImportError(
             "static figures need matplotlib, which is not installed: pip install 'wellposed[plot]'."
         ) from error
-    return Figure, FigureCanvasAgg
+    figure = Figure(constrained_layout=True)
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _plain(text: object) -> str:
@@ -189,16 +191,17 @@ def _draw_training(figure: Any, section: Section) -> None:
     figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=2)
 
 
-def _draw_graying(figure: Any, section: Section) -> None:
+def _draw_pictures(figure: Any, section: Section) -> None:
     pictures = (section.extra or {})["pictures"]
     wide = max(len(picture["steps"]) for picture in pictures)
     figure.set_size_inches(1.25 * wide, 1.5 * len(pictures))
     for line, picture in zip(figure.subplots(len(pictures), wide, squeeze=False), pictures, strict=True):
-        for plot, step in zip(line, picture["steps"], strict=True):
+        for plot in line:
+            plot.set_axis_off()
+        for plot, step in zip(line, picture["steps"], strict=False):
             content = base64.b64decode(step["src"].partition(",")[2])
             plot.imshow(np.asarray(Image.open(io.BytesIO(content)).convert("RGB")), interpolation="nearest")
-            plot.set_title(step["label"].replace(", ", "\n"), fontsize=7)
-            plot.set_axis_off()
+            plot.set_title(_plain(step["label"]).replace(", ", "\n"), fontsize=7)
 
 
 _DRAWN: Mapping[str, Callable[[Any, Section], None]] = {
@@ -208,5 +211,6 @@ _DRAWN: Mapping[str, Callable[[Any, Section], None]] = {
     "bounds": _draw_bounds,
     "jacobian": _draw_jacobian,
     "training": _draw_training,
-    "graying": _draw_graying,
+    "graying": _draw_pictures,
+    "attention": _draw_pictures,
 }

@@ -5,10 +5,62 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from wellposed.calls import GRAY, plain_calls
 from wellposed.graying_pictures import GrayingPictures
 from wellposed.records import Record
-from wellposed.report.damage import Damage
-from wellposed.report.states import NOT_FINISHED, mark
+from wellposed.text import ranges
+
+COLLAPSED, NOT_FINISHED = "collapsed", "not finished"
+_BESIDE = ("note", "warning", "checkpoint", "torn")
+"""Events that may follow the one that ended a run."""
+_ENDS = {
+    "terminated": "stopped by a signal",
+    "nonfinite": "stopped by a loss that is not finite",
+    "error": "stopped by an error",
+}
+
+
+def state_of_run(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
+    """Of ``run.jsonl``.
+
+    Args:
+        lines: as :func:`wellposed.run_records.read_run` gives them.
+        summary: of :func:`wellposed.run_records.summarise`.
+
+    >>> state_of_run([{"event": "terminated"}, {"event": "note"}], {"finished": False, "updates": 30})
+    'not finished: stopped by a signal at update 30'
+    """
+    # An update that was left out did not end the run.
+    told = [line["event"] for line in lines if line["event"] not in _BESIDE and "left_out" not in line]
+    how = _ENDS.get(told[-1] if told else "", "running or killed")
+    return state(summary, f"{how} at update {summary['updates']}")
+
+
+def state(summary: Mapping[str, Any], why_not: str) -> str:
+    """In words.
+
+    Args:
+        summary: with ``finished``, and ``collapsed`` where it is known.
+        why_not: what became of a run that is not finished.
+
+    >>> state({"finished": True, "collapsed": True}, "")
+    'finished, collapsed'
+    """
+    if not summary["finished"]:
+        return f"{NOT_FINISHED}: {why_not}"
+    return f"finished, {COLLAPSED}" if summary.get("collapsed") else "finished"
+
+
+def mark(summary: Mapping[str, Any]) -> str:
+    """What a reader must know beside the name; empty for a whole run, and for a diagnosis without summary.
+
+    >>> mark({}), mark({"finished": False})
+    ('', 'not finished')
+    """
+    if not summary.get("finished", True):
+        return NOT_FINISHED
+    return COLLAPSED if summary.get("collapsed") else ""
+
 
 _LEFT_TO_RIGHT = ("L", "EN", "ES", "ET", "CS", "NSM", "B", "S", "WS", "ON", "")
 
@@ -94,6 +146,20 @@ class Conclusion:
     claims: tuple[str, ...] = ()
 
 
+class Damage(NamedTuple):
+    """A file, and what is wrong with it.
+
+    >>> print(Damage("runs/a/run.jsonl", "line 3 is torn."))
+    runs/a/run.jsonl: line 3 is torn.
+    """
+
+    path: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.what}"
+
+
 class Found(NamedTuple):
     """What a path holds."""
 
@@ -173,25 +239,30 @@ def isolated(name: str) -> str:
 def edits_of(recipe: Mapping[str, Any]) -> tuple[str, ...]:
     """The edits of a recipe in words.
 
-    >>> edits_of({"graying": "dct", "eps": 0.95, "gray_where": "pixels", "broadcast": "cb"})
-    ('graying dct, eps 0.95, at pixels', 'broadcasting cb at mlp.end')
+    >>> edits_of({"edits": [{"edit": "gray_tokens", "method": "dct", "eps": 0.95, "where": "pixels"}]})
+    ('graying dct, eps 0.95, at pixels',)
+    >>> edits_of({"remove_skips": "ffn", "skip_blocks": "0-2"})  # of a version before 0.2.0
+    ('no ffn skips, blocks 0-2',)
     """
-    told = []
-    if recipe.get("graying"):
-        power = [f"{name} {recipe[name]}" for name in ("eps", "eps_end", "target_kappa") if recipe.get(name)]
-        if recipe.get("eps_per_block"):
-            power.append(f"eps {recipe['eps_per_block']} by block")
-        where = f"at {recipe.get('gray_where', 'embedding')}{_blocks(recipe.get('gray_blocks'))}"
-        told.append(", ".join([f"graying {recipe['graying']}", *power, where]))
-    if recipe.get("broadcast"):
-        where = f"{recipe.get('broadcast_where', 'mlp.end')}{_blocks(recipe.get('broadcast_blocks'))}"
-        told.append(f"broadcasting {recipe['broadcast']} at {where}")
-    if recipe.get("uniform_heads"):
-        told.append(f"{recipe['uniform_heads']} uniform heads{_blocks(recipe.get('uniform_blocks'))}")
-    if recipe.get("remove_skips"):
-        told.append(f"no {recipe['remove_skips']} skips{_blocks(recipe.get('skip_blocks'))}")
-    return tuple(told)
+    return tuple(map(_words_of, plain_calls(recipe)))
 
 
-def _blocks(blocks: object) -> str:
-    return "" if blocks in (None, "", []) else f", blocks {blocks}"
+def _words_of(call: Mapping[str, Any]) -> str:
+    kind, blocks = call["edit"], call.get("blocks")
+    on = (
+        ""
+        if blocks in (None, "", [])
+        else f", blocks {ranges(blocks) if isinstance(blocks, list) else blocks}"
+    )
+    if kind == GRAY:
+        power = [f"{name} {call[name]}" for name in ("eps", "eps_end", "target_kappa") if call.get(name)]
+        method = f"graying {call.get('method', 'spectral')}"
+        return ", ".join([method, *power, f"at {call.get('where', 'embedding')}{on}"])
+    if kind == "broadcast_context":
+        name = "cb_s" if call.get("scaled") else "cb"
+        return f"broadcasting {name} at {call.get('where', 'mlp.end')}{on}"
+    if kind == "uniform_heads":
+        return f"{call.get('heads', 1)} uniform heads{on}"
+    if kind == "remove_skips":
+        return f"no {call.get('which', 'attention')} skips{on}"
+    return f"{kind.replace('_', ' ')}{on}"

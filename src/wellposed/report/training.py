@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from wellposed.records import AT_LEAST
-from wellposed.report.charts import LOG_AXIS, Budget, Chart, Missing, Section, columns, distinct, finite
+from wellposed.report.charts import LOG_AXIS, Budget, Chart, Missing, Section, columns, distinct, finite, thin
 from wellposed.report.subjects import Material, Subject
-from wellposed.report.thinning import thin
 
 TITLE = "Training"
 _LEAST = 12  # points of a line, however many lines there are

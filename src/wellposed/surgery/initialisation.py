@@ -82,7 +82,7 @@ def initialise(
     target = _attention if attends else _linear_layers
     chosen = choose(model, blocks, target, f"the {scheme} initialisation", example)
     generator = torch.Generator()
-    generator.manual_seed(torch.default_generator.seed() if seed is None else seed)
+    generator.manual_seed(int(torch.randint(2**63 - 1, ())) if seed is None else seed)
     drawn: list[str] = []
     found: Any
     for block, found in chosen:

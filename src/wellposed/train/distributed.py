@@ -1,23 +1,19 @@
-"""Tensors between the processes of a run: whole ones on the first, parts or copies on all.
+"""The processes of a run: how they start as one, what they agree on, and tensors between them.
 
-Without a process group there is one process, the first. The parts are DTensors, as ``fully_shard`` makes
-them; they are taken apart and put together by their public methods, without touching a random generator.
+Without a process group there is one process, the first, and each function is the identity. Of a sharded model
+a process holds parts, DTensors as ``fully_shard`` makes them; they are taken apart and put together by their
+public methods, without touching a random generator.
 
-What the processes of a run agree on. With one process each of these is the identity.
-
-Numbers from the device, waited for asleep.
-
-Joining the other processes that a launcher started.
-
-Accelerate does this by itself, except after a restart: ``torchrun`` starts the processes again beside the
-store in which the dead ones left their addresses, and the new ones may try to reach those. Here every attempt
-has its own corner of the store.
+Accelerate joins the processes that a launcher started, except after a restart: ``torchrun`` starts them again
+next to the store in which the dead ones left their addresses, and the new ones may try to reach those. Here
+every attempt has its own corner of the store.
 """
 
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +21,11 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, Replicate
+
+from wellposed.train.recipe import Recipe
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 T = TypeVar("T")
 Outline = tuple[tuple[int, ...], torch.dtype]
@@ -192,6 +193,42 @@ def require_accelerate() -> None:
             "training needs accelerate, which is not installed; install it with: "
             "pip install 'wellposed[train]'"
         )
+
+
+def make_accelerator(recipe: Recipe, trackers: list[str], project: str | Path) -> "Accelerator":
+    """The devices, processes and precision of a run, also where one was made before in this process."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise ValueError(
+            "sharding is a field of the recipe here: use --parallel fsdp2 and launch without --use_fsdp."
+        )
+    if recipe.device not in (None, "cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {recipe.device!r}; a launcher chooses among GPUs.")
+    if recipe.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda needs a GPU that torch sees, there is none; use device=cpu.")
+    require_accelerate()
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    join_processes(recipe.device)
+    if not torch.distributed.is_initialized():
+        # Accelerate keeps the first accelerator's settings for the whole process.
+        AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(
+        # Several processes without a GPU are one run only if Accelerate is told that they are on the CPU.
+        cpu=recipe.device == "cpu" or (started_processes() > 1 and not torch.cuda.is_available()),
+        mixed_precision="bf16" if recipe.precision == "bf16" else "no",
+        log_with=trackers or None,
+        project_dir=str(project),
+    )
+    joined = (rank(), world())
+    if joined != (accelerator.process_index, accelerator.num_processes) or world() < started_processes():
+        raise RuntimeError(
+            f"expected one run on {started_processes()} processes, as the launcher's WORLD_SIZE says, got "
+            f"process {rank()} of {world()} for torch and {accelerator.process_index} of "
+            f"{accelerator.num_processes} for Accelerate; start them with torchrun or accelerate launch, or "
+            "unset WORLD_SIZE for a run on one."
+        )
+    return accelerator
 
 
 def join_processes(device: str | None) -> None:

@@ -5,8 +5,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import timm
 from torch import Tensor
@@ -27,28 +28,128 @@ FIRST_LOCAL_DIR = "1.0.26"
 """The timm that loads safetensors from a folder; older ones take every file there for a pickle, and fail."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exported:
-    """What there is to say; see :func:`wellposed.train.export.export_weights`."""
+class Weights(NamedTuple):
+    """Of timm's model, for people.
 
-    recipe: Recipe
-    architecture: str
-    model_kwargs: dict[str, Any]
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    image_size: int
+    Args:
+        state: the state dict, with the names it has when the model is not compiled or wrapped.
+        accuracy: on the test images, None if it was not tested.
+        update: how many updates the weights have seen.
+        edits: of the model with these weights; the power of a graying may change during training.
+        note: a sentence for the card, such as that the weights are an average.
+    """
+
+    state: dict[str, Tensor]
     accuracy: float | None
     update: int
-    edits: tuple[Edit, ...]
+    edits: Sequence[Edit]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What there is to say of weights; the first fields are those of their run.
+
+    Args:
+        recipe: with all fields filled in.
+        model_kwargs: with which ``timm.create_model`` makes the model, edits aside.
+        classes: names in the order of the labels; none for an encoder without a head.
+        mean, std: of the channels, for pixels from 0 to 1.
+        image_size: side in pixels.
+        environment: of :func:`wellposed.environment.environment`.
+        train_images, test_images: how many there were.
+        accuracy, update, edits, note: see :class:`Weights`.
+    """
+
+    recipe: Recipe
+    model_kwargs: Mapping[str, Any]
+    classes: Sequence[str]
+    mean: Sequence[float]
+    std: Sequence[float]
+    image_size: int
     environment: Mapping[str, Any]
     train_images: int | None = None
     test_images: int | None = None
+    accuracy: float | None = None
+    update: int = 0
+    edits: Sequence[Edit] = ()
     note: str = ""
+
+    @cached_property
+    def architecture(self) -> str:
+        """Timm's name of it."""
+        return timm_architecture(self.recipe.model)[0]
 
     @property
     def num_classes(self) -> int:
         return int(self.model_kwargs.get("num_classes", len(self.classes)))
+
+
+WEIGHTS = "model.safetensors"
+
+
+def export_weights(folder: Path, state: Mapping[str, Tensor], exported: Exported) -> None:
+    """Write the folder; one that is there already stays whole until the new one takes its place.
+
+    Args:
+        folder: of these weights alone.
+        state: the model's state dict, with the names it has when it is not compiled or wrapped.
+        exported: what there is to say of them.
+    """
+    recipe = dataclasses.replace(exported.recipe, data=without_secrets(exported.recipe.data))
+    exported = dataclasses.replace(exported, recipe=recipe)
+    with replaced(folder) as staged:
+        durable.write_tensors(staged / WEIGHTS, state)
+        texts = {
+            "config.json": _config_text(exported, file_hash(staged / WEIGHTS)),
+            "README.md": model_card(exported),
+            "recipe.toml": recipe_text(recipe),
+        }
+        for name, text in texts.items():
+            durable.write_bytes(staged / name, text.encode())
+
+
+def timm_config(exported: Exported) -> dict[str, Any]:
+    """What timm reads of a folder or of the hub: how to build the model, and how its images are prepared."""
+    registered = timm.get_pretrained_cfg(exported.architecture)
+    known = registered.to_dict() if registered is not None else {}
+    return {
+        "architecture": exported.architecture,
+        "num_classes": exported.num_classes,
+        "label_names": list(exported.classes) or None,
+        "model_args": dict(exported.model_kwargs),
+        "pretrained_cfg": {
+            # Whether the size is an argument of the model; the layer that another number of classes replaces.
+            **{name: known[name] for name in ("fixed_input_size", "classifier") if name in known},
+            # timm would adapt a first layer of other than three channels, that is already as it should be.
+            "first_conv": None,
+            "input_size": [len(exported.mean), exported.image_size, exported.image_size],
+            "mean": list(exported.mean),
+            "std": list(exported.std),
+            "num_classes": exported.num_classes,
+            "interpolation": "bicubic",
+            "crop_pct": 1.0,
+            "crop_mode": "center",
+        },
+    }
+
+
+def _config_text(exported: Exported, sha256: str) -> str:
+    config = timm_config(exported)
+    config["wellposed"] = {
+        "accuracy": plain(exported.accuracy),
+        "update": exported.update,
+        "sha256": sha256,
+        **Edits(exported.edits).to_dict(),
+        "environment": plain(exported.environment),
+    }
+    try:
+        return json.dumps(config, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "expected options for timm that JSON can hold (numbers, texts, lists, true and false), got "
+            f"{exported.model_kwargs}: {error}; leave the option out of model_options."
+        ) from error
 
 
 def model_card(exported: Exported) -> str:
@@ -175,8 +276,8 @@ def _prediction(exported: Exported) -> str:
         f"    input_size=({len(exported.mean)}, {exported.image_size}, {exported.image_size}),",
         '    interpolation="bicubic",',
         "    crop_pct=1.0,",
-        f"    mean={exported.mean},",
-        f"    std={exported.std},",
+        f"    mean={tuple(exported.mean)},",
+        f"    std={tuple(exported.std)},",
         ")",
         'picture = Image.open("picture.png")',
         'if picture.mode.startswith("I;16"):  # Pillow would clip it at 255',
@@ -243,114 +344,3 @@ def _code(text: str) -> str:
     fence = "`" * (max(map(len, re.findall("`+", flat)), default=0) + 1)
     space = " " if "`" in flat else ""
     return f"{fence}{space}{flat}{space}{fence}"
-
-
-WEIGHTS = "model.safetensors"
-
-
-def export_weights(
-    folder: Path,
-    state: Mapping[str, Tensor],
-    *,
-    recipe: Recipe,
-    architecture: str | None = None,
-    model_kwargs: Mapping[str, Any],
-    classes: Sequence[str],
-    mean: Sequence[float],
-    std: Sequence[float],
-    image_size: int,
-    accuracy: float | None,
-    update: int,
-    edits: Sequence[Edit],
-    environment: Mapping[str, Any],
-    train_images: int | None = None,
-    test_images: int | None = None,
-    note: str = "",
-) -> None:
-    """Write the folder; one that is there already stays whole until the new one takes its place.
-
-    Args:
-        folder: of these weights alone.
-        state: the model's state dict, with the names it has when it is not compiled or wrapped.
-        recipe: with all fields filled in.
-        architecture: timm's name of it; None is that of ``recipe.model``.
-        model_kwargs: with which ``timm.create_model(architecture, ...)`` makes the model, edits aside.
-        classes: names in the order of the labels; none for an encoder without a head.
-        mean, std: of the channels, for pixels from 0 to 1.
-        image_size: side in pixels.
-        accuracy: on the test images, None if it was not tested.
-        update: how many updates the weights have seen.
-        edits: of the model, as :func:`wellposed.edits` gives them.
-        environment: of :func:`wellposed.environment.environment`.
-        train_images, test_images: how many there were, for the card.
-        note: a sentence for the card, such as that the weights are an average.
-    """
-    recipe = dataclasses.replace(recipe, data=without_secrets(recipe.data))
-    exported = Exported(
-        recipe=recipe,
-        architecture=timm_architecture(recipe.model)[0] if architecture is None else architecture,
-        model_kwargs=dict(model_kwargs),
-        classes=tuple(classes),
-        mean=tuple(mean),
-        std=tuple(std),
-        image_size=image_size,
-        accuracy=accuracy,
-        update=update,
-        edits=tuple(edits),
-        environment=environment,
-        train_images=train_images,
-        test_images=test_images,
-        note=note,
-    )
-    with replaced(folder) as staged:
-        durable.write_tensors(staged / WEIGHTS, state)
-        texts = {
-            "config.json": _config_text(exported, file_hash(staged / WEIGHTS)),
-            "README.md": model_card(exported),
-            "recipe.toml": recipe_text(recipe),
-        }
-        for name, text in texts.items():
-            durable.write_bytes(staged / name, text.encode())
-
-
-def timm_config(exported: Exported) -> dict[str, Any]:
-    """What timm reads of a folder or of the hub: how to build the model, and how its images are prepared."""
-    registered = timm.get_pretrained_cfg(exported.architecture)
-    known = registered.to_dict() if registered is not None else {}
-    return {
-        "architecture": exported.architecture,
-        "num_classes": exported.num_classes,
-        "label_names": list(exported.classes) or None,
-        "model_args": exported.model_kwargs,
-        "pretrained_cfg": {
-            # Whether the size is an argument of the model; the layer that another number of classes replaces.
-            **{name: known[name] for name in ("fixed_input_size", "classifier") if name in known},
-            # timm would adapt a first layer of other than three channels, that is already as it should be.
-            "first_conv": None,
-            "input_size": [len(exported.mean), exported.image_size, exported.image_size],
-            "mean": list(exported.mean),
-            "std": list(exported.std),
-            "num_classes": exported.num_classes,
-            "interpolation": "bicubic",
-            "crop_pct": 1.0,
-            "crop_mode": "center",
-        },
-    }
-
-
-def _config_text(exported: Exported, sha256: str) -> str:
-    config = timm_config(exported)
-    config["wellposed"] = {
-        "accuracy": plain(exported.accuracy),
-        "update": exported.update,
-        "sha256": sha256,
-        **Edits(exported.edits).to_dict(),
-        "environment": plain(exported.environment),
-    }
-    try:
-        return json.dumps(config, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            "expected options for timm that JSON can hold (numbers, texts, lists, true and false), got "
-            f"{exported.model_kwargs}: {error}; leave the option out of model_options."
-        ) from error

@@ -1,32 +1,24 @@
-"""The monitor at a pace that training does not feel.
-
-Streamed images that cannot be read: they are found as training goes, and told then.
-
-A request to stop that is honoured between two updates.
-
-The loop: updates, tests, measurements, checkpoints, and what to do when something goes wrong.
+"""The loop: updates, tests, measurements, checkpoints, and what to do when something goes wrong.
 
 Nothing here waits for the device at every update. The host reads numbers every ``log_every`` updates and asks
 the guard every few.
 """
 
 import math
-import os
 import shutil
 import signal
-import sys
-import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from wellposed import anatomy
+from wellposed import anatomy, surgery
 from wellposed.errors import UnknownModelError
 from wellposed.probes import Monitor
 from wellposed.train.batches import Batch, EvalBatches, TrainBatches
@@ -45,8 +37,16 @@ from wellposed.train.distributed import (
     wait_for_all,
     world,
 )
-from wellposed.train.guard import Guard, explain, takes_flag
-from wellposed.train.optimizer import EpsSchedule, gradient_norm, make_optimizer, make_schedule
+from wellposed.train.export import Weights
+from wellposed.train.nonfinite import explain
+from wellposed.train.optimizer import (
+    EpsSchedule,
+    Guard,
+    gradient_norm,
+    make_optimizer,
+    make_schedule,
+    takes_flag,
+)
 from wellposed.train.parallel import (
     CudaRecorder,
     Outcome,
@@ -58,17 +58,34 @@ from wellposed.train.parallel import (
 from wellposed.train.recipe import Recipe
 from wellposed.train.reporter import Reporter
 from wellposed.train.tasks import Task, Tested, evaluate
-from wellposed.train.training_state import Exporter, Progress, Saver, Weights
+from wellposed.train.training_state import gather, gather_weights, restore, restore_weights
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+Status = Literal["finished", "terminated", "nonfinite"]
+Exporter = Callable[[str, Weights], None]
+"""Writes weights into the folder of that name."""
+
+LOOK_EVERY = 10
+"""Updates between two looks at the guard and at requests to stop, where looking waits for the device."""
+MOST_ROLLBACKS = 3
+LEAST_SECONDS = 60.0
+"""Between two checkpoints, where the recipe says nothing: small models finish an epoch in a second."""
 USUAL = 100
 """Updates between two measurements where nothing else is said."""
 SHARE = 0.01
 """Of the time that training takes, which measuring may take at most."""
-
 IMAGES = 4
+"""Test images that the monitor looks at."""
+
+
+class Stop(Protocol):
+    """A request to stop: :class:`wellposed.train.fitting.StopRequest`."""
+
+    requested: signal.Signals | None
+
+    def honour(self) -> None: ...
 
 
 def first_test_images(test: EvalBatches) -> Tensor:
@@ -79,7 +96,7 @@ def first_test_images(test: EvalBatches) -> Tensor:
 class PacedMonitor:
     """Measures every ``every`` updates.
 
-    None starts with every :data:`USUAL` updates. The second measurement and the updates before it tell what
+    None starts with every :data:`USUAL` updates. The second measurement and the updates before it show what
     measuring costs; if it is more than :data:`SHARE` of the time, the interval grows to a multiple that keeps
     it, for the rest of the run.
     """
@@ -113,94 +130,22 @@ def paced(cost: float, update: float) -> int:
     return USUAL * max(1, math.ceil(cost / (SHARE * update * USUAL)))
 
 
-_INSTEAD = {"train": "Others stand in for them.", "test": "They were left out."}
+@dataclass
+class Progress:
+    """What a checkpoint remembers besides tensors."""
 
-
-class LeftOut:
-    """What ``skip_unreadable`` leaves out of the streamed images of a run."""
-
-    def __init__(self, recipe: Recipe, train: TrainBatches, test: EvalBatches) -> None:
-        self._data = recipe.data
-        self._finds_some = recipe.skip_unreadable and train.placement == "stream"
-        self._splits: dict[str, TrainBatches | EvalBatches] = {"train": train, "test": test}
-        self._told = dict.fromkeys(self._splits, 0)
-
-    def news(self) -> list[str]:
-        """A sentence for each split where more were found since the last call; all processes must call it."""
-        if not self._finds_some:
-            return []
-        sentences = []
-        for split, batches in self._splits.items():
-            # Every process has met its own share of the images.
-            batches.unreadable[:] = found = of_all(batches.unreadable)
-            if len(found) > self._told[split]:
-                total = batches.images + len(found)
-                sentences.append(f"{counted(f'{self._data}, {split},', found, total)} {_INSTEAD[split]}")
-            self._told[split] = len(found)
-        return sentences
-
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-GRACE = 90.0
-"""Seconds that an update may still take after a request; a compilation whose workers got the signal too may
-never end. Checkpoints are whole at any moment, so leaving is safe."""
-
-
-class StopRequest:
-    """Within ``with``, SIGTERM and the first Ctrl-C only set ``requested``; a second Ctrl-C interrupts.
-
-    Who sees the request calls :meth:`honour` and may then take the time that saving needs. If nobody does so
-    within :data:`GRACE` seconds, the process ends. Outside the main thread Python cannot take signals, and
-    then nothing is changed.
-    """
-
-    def __init__(self) -> None:
-        self.requested: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
-        self._timer: threading.Timer | None = None
-
-    def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.honour()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def honour(self) -> None:
-        """The request was seen."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is signal.SIGINT and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.requested is None:
-            self._timer = threading.Timer(GRACE, self._leave)
-            self._timer.daemon = True
-            self._timer.start()
-        self.requested = signal.Signals(number)
-
-    def _leave(self) -> None:
-        print(
-            f"no update ended within {GRACE:.0f} s of the signal; leaves without saving, "
-            "the same command goes on from the last checkpoint.",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(128 + int(self.requested or signal.SIGTERM))
-
-
-Status = Literal["finished", "terminated", "nonfinite"]
-Interrupted = Status | Literal["rollback"]
-
-LOOK_EVERY = 10
-"""Updates between two looks at the guard and at requests to stop, where looking waits for the device."""
-MOST_ROLLBACKS = 3
+    update: int = 0
+    best: float | None = None
+    rollbacks: int = 0
+    monitor_every: int | None = None
+    tested: int = 0
+    """The last epoch whose end is dealt with: its test, or that it has none."""
+    collapsed: int = 0
+    """Tests in a row, up to the last one, with less than half of the best accuracy."""
+    measured: int = -1
+    """The last update after which the monitor has measured."""
+    sums: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
+    """Of the updates since the last line of the log, over all processes, and the images of one."""
 
 
 @dataclass
@@ -221,8 +166,8 @@ class Sums:
     def resumed(cls, progress: Progress, device: torch.device) -> "Sums":
         """Those of a checkpoint: the first process has what all had."""
         *values, images = progress.sums
-        told = torch.tensor(values, dtype=torch.float64, device=device)
-        return cls(told if is_first() else torch.zeros_like(told), earlier=images)
+        saved = torch.tensor(values, dtype=torch.float64, device=device)
+        return cls(saved if is_first() else torch.zeros_like(saved), earlier=images)
 
     def saved(self) -> tuple[float, float, float, int]:
         """For a checkpoint; every process must call it."""
@@ -240,7 +185,7 @@ class Loop:
         train, test: batches.
         accelerator: of this process.
         store: of checkpoints.
-        exporter: of weights.
+        export: writes weights for people.
         monitor_images: for the monitor; None for no monitor.
     """
 
@@ -255,11 +200,12 @@ class Loop:
         test: EvalBatches,
         accelerator: "Accelerator",
         store: Store,
-        exporter: Exporter,
+        export: Exporter,
         monitor_images: Tensor | None,
     ) -> None:
         self.recipe, self.task, self.module = recipe, task, module
         self.train, self.test, self.accelerator = train, test, accelerator
+        self.store, self.export = store, export
         self.device: torch.device = accelerator.device
         self.rank, self.world = rank(), world()
         self.forward = compiled(module, recipe, self.device)
@@ -272,50 +218,32 @@ class Loop:
         averaged = [] if self.ema is None else [self.ema.module]
         self.eps = EpsSchedule([task.module, *averaged], self.updates)
         waits = self.device.type == "cpu" or not takes_flag(self.optimizer) or self.ema is not None
-        goes_on = recipe.on_nonfinite == "skip"
-        self.guard = Guard(task.module, self.optimizer, self.device, goes_on=goes_on, on_host=waits)
-        every = recipe.checkpoint_every
-        self.saver = Saver(store, exporter, task, module, self.optimizer, self.ema, every, self.device)
+        skips = recipe.on_nonfinite == "skip"
+        self.guard = Guard(task.module, self.optimizer, self.device, goes_on=skips, on_host=waits)
         self.progress = Progress()
         self.sums = Sums.empty(self.device)
         self.last_test: Tested | None = None
         self.monitor: PacedMonitor | None = None
         if monitor_images is not None:
             self.monitor = PacedMonitor(self._monitor_of(monitor_images), recipe.monitor_every)
-        self._left_out = 0
-        self._unreadable = LeftOut(recipe, train, test)
+        self._skipped = 0
+        self._unreadable = dict.fromkeys(("train", "test"), 0)
+        # The best weights stay in memory until the next checkpoint and are written before it: a run that
+        # resumes never finds them too old, and small models do not spend their time on writing files.
+        self._best: Weights | None = None
+        self._saved_at = time.monotonic()
 
-    def _monitor_of(self, images: Tensor) -> Monitor:
-        # In a masked autoencoder the encoder's blocks are looked at, not the decoder's.
-        is_mae = self.recipe.task == "mae"
-        blocks = slice(0, len(anatomy.blocks(self.task.trunk))) if is_mae else None
-        return Monitor(self.task.watched(), images, blocks=blocks)
-
-    def resume(self, checkpoint: Checkpoint | None) -> None:
-        """Go on from a checkpoint, which the first process has."""
-        self._take_over(self.saver.load(checkpoint))
-
-    def _take_over(self, progress: Progress) -> None:
-        self.progress = progress
-        self.sums = Sums.resumed(progress, self.device)
-        if progress.update > 0:
-            self.eps.set(progress.update - 1)  # of the weights, which may be tested before the next update
-        self.train.reorder(progress.rollbacks)
-        self.guard.reset()
-        if self.monitor is not None and self.recipe.monitor_every is None:
-            self.monitor.every = progress.monitor_every
-
-    def run(self, reporter: Reporter, stop: StopRequest) -> Status:
+    def run(self, reporter: Reporter, stop: Stop) -> Status:
         """All updates that are left."""
         self.reporter = reporter
         if self.recipe.on_nonfinite == "rollback" and self.progress.update == 0:
             self.save()
         while (status := self._run_through(stop)) == "rollback":
             pass
-        self._tell_unreadable()
+        self._report_unreadable()
         return status
 
-    def _run_through(self, stop: StopRequest) -> Interrupted:
+    def _run_through(self, stop: Stop) -> Status | Literal["rollback"]:
         batches = self.train.iterate(self.progress.update, self.updates)
         self.task.train_mode()
         self._measure_of_before()
@@ -332,7 +260,7 @@ class Loop:
                 if done % self.recipe.log_every == 0 or is_last:
                     self._log(self.sums, norm)
                     self.sums = Sums.empty(self.device)
-                saves = self.saver.is_due(done, is_epoch)
+                saves = self._is_save_due(done, is_epoch)
                 looks = self.guard.on_host or done % LOOK_EVERY == 0 or is_epoch or saves
                 if looks and (status := self._look(stop, update)) is not None:
                     return status
@@ -347,6 +275,8 @@ class Loop:
         self._measure()
         self.save()
         return "finished"
+
+    # One update.
 
     def update(self, update: int, passes: list[Batch], sums: Sums) -> Tensor:
         """One update; returns the norm of its gradient."""
@@ -411,17 +341,19 @@ class Loop:
             timed=sums.images * self.world,
         )
 
-    def _look(self, stop: StopRequest, update: int) -> Interrupted | None:
+    # Signals, and numbers that are not finite.
+
+    def _look(self, stop: Stop, update: int) -> Status | Literal["rollback"] | None:
         """What the guard and the operating system have to say, the same on all processes."""
-        left_out, first_bad = self.guard.read()
+        skipped, first_bad = self.guard.read()
         if first_bad is not None and self.recipe.on_nonfinite != "skip":
             return self._nonfinite(first_bad)
-        if left_out > self._left_out:
-            self.reporter.event("nonfinite", update=update, left_out=left_out)
+        if skipped > self._skipped:
+            self.reporter.event("nonfinite", update=update, left_out=skipped)
             self.reporter.warn(
-                f"{left_out - self._left_out} updates up to {update} were not finite and were left out."
+                f"{skipped - self._skipped} updates up to {update} were not finite and were skipped."
             )
-            self._left_out = left_out
+            self._skipped = skipped
         if several() and not self.guard.on_host and update % LOOK_EVERY != LOOK_EVERY - 1:
             return None
         wanted = torch.tensor(0 if stop.requested is None else int(stop.requested), device=self.device)
@@ -431,12 +363,12 @@ class Loop:
             self.reporter.event("terminated", signal=number)
             self.reporter.say(
                 f"stopped by signal {number} after update {self.progress.update} of {self.updates}; "
-                "all is saved, the same command goes on."
+                "all is saved, the same command resumes."
             )
             return "terminated"
         return None
 
-    def _nonfinite(self, update: int) -> Interrupted:
+    def _nonfinite(self, update: int) -> Literal["nonfinite", "rollback"]:
         """Explain a bad update, which the weights have not seen; then stop or go back."""
         self.progress.update = update
         folder = self._explain(update)
@@ -447,13 +379,13 @@ class Loop:
         self.save()
         self.reporter.say(
             f"stopped before update {update}; a checkpoint has the weights before it, {folder} explains it. "
-            "on_nonfinite=skip or rollback goes on by itself."
+            "on_nonfinite=skip or rollback continues by itself."
         )
         return "nonfinite"
 
     def _explain(self, update: int) -> str:
         tries = f"-{self.progress.rollbacks}" if self.progress.rollbacks else ""
-        folder = self.saver.store.folder.parent / f"nonfinite-{update:08d}{tries}"
+        folder = self.store.folder.parent / f"nonfinite-{update:08d}{tries}"
         if self.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier start, at the same update
         wait_for_all()
@@ -479,6 +411,31 @@ class Loop:
         wait_for_all()
         return folder.name
 
+    def _roll_back(self) -> None:
+        rollbacks = self.progress.rollbacks + 1
+        checkpoint = self.store.newest() if is_first() else None
+        if not from_first(lambda: checkpoint is not None, self.device):
+            raise RuntimeError(
+                f"no whole checkpoint in {self.store.folder} to roll back to: "
+                f"{' '.join(self.store.passed_over) or 'there is none'}"
+            )
+        self.resume(checkpoint)
+        self.progress.rollbacks = rollbacks
+        self.train.reorder(rollbacks)
+        self.reporter.event("rollback", update=self.progress.update, rollbacks=rollbacks)
+        self.reporter.say(
+            f"rolled back to update {self.progress.update}, with another order of the images "
+            f"({rollbacks} of at most {MOST_ROLLBACKS})."
+        )
+
+    # Measurements.
+
+    def _monitor_of(self, images: Tensor) -> Monitor:
+        # In a masked autoencoder the encoder's blocks are looked at, not the decoder's.
+        is_mae = self.recipe.task == "mae"
+        blocks = slice(0, len(anatomy.blocks(self.task.trunk))) if is_mae else None
+        return Monitor(self.task.watched(), images, blocks=blocks)
+
     def _measured(self) -> dict[str, float]:
         """Kappa and density now, with or without a monitor; nothing of a model without known blocks."""
         if self.monitor is not None:
@@ -487,17 +444,6 @@ class Loop:
             return self._monitor_of(first_test_images(self.test)).measure()
         except UnknownModelError:
             return {}
-
-    def _roll_back(self) -> None:
-        rollbacks = self.progress.rollbacks + 1
-        self._take_over(self.saver.load_newest())
-        self.progress.rollbacks = rollbacks
-        self.train.reorder(rollbacks)
-        self.reporter.event("rollback", update=self.progress.update, rollbacks=rollbacks)
-        self.reporter.say(
-            f"rolled back to update {self.progress.update}, with another order of the images "
-            f"({rollbacks} of at most {MOST_ROLLBACKS})."
-        )
 
     def _measure_of_before(self) -> None:
         """Measure at the start, and what a run was stopped before."""
@@ -516,11 +462,13 @@ class Loop:
         monitor.every = self.progress.monitor_every = from_first(lambda: monitor.every, self.device)
         self.reporter.measured(self.progress.update, numbers)
 
+    # Tests.
+
     def _end_epoch_of_before(self) -> None:
         """Test what a run was stopped before: a signal at the last update of an epoch, or after the last."""
         epoch, rest = divmod(self.progress.update, self.train.updates_per_epoch)
-        is_untold = self.progress.update == self.updates and self.last_test is None
-        if rest == 0 and epoch > 0 and (self.progress.tested < epoch or is_untold):
+        is_unreported = self.progress.update == self.updates and self.last_test is None
+        if rest == 0 and epoch > 0 and (self.progress.tested < epoch or is_unreported):
             self._end_epoch(epoch)
 
     def _end_epoch(self, epoch: int) -> None:
@@ -530,7 +478,7 @@ class Loop:
         tested = self.last_test = self._test(self.forward, self.task.module)
         averaged = None if self.ema is None else self._test(self.ema.module, self.ema.module)
         self.task.train_mode()
-        self._tell_unreadable()
+        self._report_unreadable()
         if tested.nonfinite:
             self.reporter.warn(
                 f"the scores of {tested.nonfinite} of {tested.images} test images are not finite; they count "
@@ -542,15 +490,44 @@ class Loop:
             loss=tested.loss,
             accuracy=tested.accuracy,
             ema_accuracy=None if averaged is None else averaged.accuracy,
-            best=self.saver.consider(tested, averaged, self.progress),
+            best=self._keep_if_best(tested, averaged),
             **{"nonfinite": tested.nonfinite} if tested.nonfinite else {},
         )
         is_low = tested.accuracy is not None and 2 * tested.accuracy < (self.progress.best or 0.0)
         self.progress.collapsed = self.progress.collapsed + 1 if is_low else 0
 
-    def _tell_unreadable(self) -> None:
-        for sentence in self._unreadable.news():
-            self.reporter.warn(sentence)
+    def _test(self, forward: Any, module: nn.Module) -> Tested:
+        with self.accelerator.autocast():
+            return evaluate(
+                forward, module, self.task, self.test, self.device, rank=self.rank, world=self.world
+            )
+
+    def _keep_if_best(self, tested: Tested, averaged: Tested | None) -> bool:
+        """Keep the weights if this test is the best; the averaged ones if theirs is better still."""
+        is_average = averaged is not None and score(averaged) > score(tested)
+        chosen = averaged if averaged is not None and is_average else tested
+        if self.progress.best is not None and score(chosen) <= self.progress.best:
+            return False
+        self.progress.best = score(chosen)
+        note = "They are those of the best test of the run, so a test on other images may be a little worse."
+        if is_average:
+            note = f"They are an exponential moving average of the weights. {note}"
+        source = self.ema.module if self.ema is not None and is_average else self.module
+        self._best = self._weights(source, chosen, note)
+        return True
+
+    def _report_unreadable(self) -> None:
+        """Streamed images that cannot be read are found as training goes, by each process among its own."""
+        if not self.recipe.skip_unreadable or self.train.placement != "stream":
+            return
+        instead = {"train": "Others stand in for them.", "test": "They were skipped."}
+        splits: dict[str, TrainBatches | EvalBatches] = {"train": self.train, "test": self.test}
+        for split, batches in splits.items():
+            batches.unreadable[:] = found = of_all(batches.unreadable)
+            if len(found) > self._unreadable[split]:
+                sentence = counted(f"{self.recipe.data}, {split},", found, batches.images + len(found))
+                self.reporter.warn(f"{sentence} {instead[split]}")
+            self._unreadable[split] = len(found)
 
     def _tell_collapse(self) -> None:
         update, tests, best = self.progress.update, self.progress.collapsed, self.progress.best
@@ -560,17 +537,57 @@ class Loop:
             f"best accuracy, {best:.1%}."
         )
 
-    def _test(self, forward: Any, module: nn.Module) -> Tested:
-        with self.accelerator.autocast():
-            return evaluate(
-                forward, module, self.task, self.test, self.device, rank=self.rank, world=self.world
-            )
+    # Checkpoints and weights. Every process calls these; the first has the files.
+
+    def _is_save_due(self, done: int, is_epoch: bool) -> bool:
+        """Whether to save after so many updates; the same on all processes."""
+        if self.recipe.checkpoint_every is not None:
+            return done % self.recipe.checkpoint_every == 0
+        return is_epoch and from_first(lambda: time.monotonic() - self._saved_at > LEAST_SECONDS, self.device)
 
     def save(self) -> None:
-        """A checkpoint of now."""
+        """A checkpoint of now, after the best weights."""
         self.progress.sums = self.sums.saved()
-        self.reporter.event("checkpoint", update=self.progress.update, path=self.saver.save(self.progress))
+        if self._best is not None:
+            if is_first():
+                self.export("best", self._best)
+            self._best = None
+        files, state = gather(self.module, self.optimizer)
+        if self.ema is not None:
+            files["ema"] = gather_weights(self.ema.module)
+        place = ""
+        if is_first():
+            path = self.store.save(self.progress.update, files, {**state, "progress": vars(self.progress)})
+            place = str(Path(path.parent.name) / path.name)
+        wait_for_all()
+        self._saved_at = time.monotonic()
+        self.reporter.event("checkpoint", update=self.progress.update, path=place)
+
+    def resume(self, checkpoint: Checkpoint | None) -> None:
+        """Continue from a checkpoint, which the first process has."""
+        state = restore(self.module, self.optimizer, checkpoint)
+        if self.ema is not None:
+            restore_weights(self.ema.module, checkpoint, "ema")
+        self._best = None
+        progress = self.progress = Progress(**state["progress"])
+        self.sums = Sums.resumed(progress, self.device)
+        if progress.update > 0:
+            self.eps.set(progress.update - 1)  # of the weights, which may be tested before the next update
+        self.train.reorder(progress.rollbacks)
+        self.guard.reset()
+        if self.monitor is not None and self.recipe.monitor_every is None:
+            self.monitor.every = progress.monitor_every
 
     def last_weights(self) -> Weights:
-        """Those of now; every process must call it."""
-        return self.saver.weights(self.last_test, self.progress.update)
+        """Those of now."""
+        return self._weights(self.module, self.last_test)
+
+    def _weights(self, source: nn.Module, tested: Tested | None, note: str = "") -> Weights:
+        state = self.task.export_state(gather_weights(source))
+        accuracy = None if tested is None else tested.accuracy
+        return Weights(state, accuracy, self.progress.update, surgery.edits(self.task.trunk), note)
+
+
+def score(tested: Tested) -> float:
+    """More is better."""
+    return -tested.loss if tested.accuracy is None else tested.accuracy

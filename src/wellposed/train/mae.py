@@ -1,36 +1,21 @@
-"""Images as rows of patch pixels, and back.
+"""Masked autoencoder (MAE, arXiv 2111.06377) around a ViT of timm.
 
-Shapes: B images, C channels, N patches in raster order, P = C * height * width values of one patch, read as a
-patch convolution reads them: channel, row, column.
+Most patches are hidden; the encoder sees the others, and a small decoder predicts the pixels of the hidden
+ones. The encoder is the user's own model, edits included: they run on what passes where they were put. Which
+patches are hidden is a pure function of (seed, update) and of the place in the batch.
+
+Shapes: B images, C channels, N patches in raster order, K visible ones, D channels of a token, P = C * height
+* width values of one patch, read as a patch convolution reads them: channel, row, column.
 
 >>> images = torch.arange(32.0).reshape(1, 2, 4, 4)
 >>> to_patches(images, (2, 4)).shape
 torch.Size([1, 2, 16])
 >>> torch.equal(to_images(to_patches(images, (2, 4)), 2, (2, 1), (2, 4)), images)
 True
-
-Which patches are hidden: a pure function of (seed, update) and of the place in the batch.
-
-Shapes: B images, N patches, K visible ones.
-
 >>> noise = torch.tensor([[0.9, 0.1, 0.5, 0.3]])
 >>> mask = mask_of(noise, visible=2)
 >>> mask.hidden.tolist(), mask.visible.tolist(), mask.restore.tolist()
 ([[True, False, True, False]], [[1, 3]], [[2, 0, 3, 1]])
-
-The decoder of a masked autoencoder: from visible tokens to the pixels of every patch.
-
->>> decoder = Decoder(64, pixels=48, grid=(2, 3), width=32, depth=1, heads=2)
->>> visible, restore = torch.randn(1, 1 + 4, 64), torch.arange(6)[None]
->>> decoder(visible, restore, prefix=1).shape
-torch.Size([1, 6, 48])
-
-Which models can be pre-trained as masked autoencoders, and which recipes do so in earnest.
-
-Masked autoencoder (MAE, arXiv 2111.06377) around a ViT of timm.
-
-Most patches are hidden; the encoder sees the others, and a small decoder predicts the pixels of the hidden
-ones. The encoder is the user's own model, edits included: they run on what passes where they were put.
 
 >>> import timm
 >>> encoder = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1)
@@ -38,10 +23,6 @@ ones. The encoder is the user's own model, edits included: they run on what pass
 >>> out = mae(torch.randn(2, 3, 32, 32), torch.rand(2, mae.tokens))
 >>> out.prediction.shape, out.mask.sum(1).tolist()
 (torch.Size([2, 16, 192]), [12, 12])
-
-Shapes: B images, N patches, K visible ones, P pixel values of a patch, D channels of a token.
-
-What a masked autoencoder sees and what it makes of it, as a picture.
 """
 
 import math
@@ -172,6 +153,11 @@ def take(tokens: Tensor, indices: Tensor) -> Tensor:
 
 class Decoder(nn.Module):
     """Linear embedding, a learned token for hidden patches, fixed positions, ViT blocks, linear to pixels.
+
+    >>> decoder = Decoder(64, pixels=48, grid=(2, 3), width=32, depth=1, heads=2)
+    >>> visible, restore = torch.randn(1, 1 + 4, 64), torch.arange(6)[None]
+    >>> decoder(visible, restore, prefix=1).shape
+    torch.Size([1, 6, 48])
 
     Args:
         encoder_width: of the tokens that come in.
@@ -311,9 +297,9 @@ def mae_warnings(recipe: Recipe) -> list[str]:
     if recipe.task != "mae" or not mixing:
         return []
     return [
-        f"gray_where={mixing[0]} mixes all patches before some are hidden: the visible tokens hold "
+        f"graying where={mixing[0]} mixes all patches before some are hidden: the visible tokens hold "
         "something of the hidden ones, and the task is easier than it should be. "
-        "gray_where=blocks gray_blocks=0 grays the visible tokens only."
+        "where=blocks blocks=0 grays the visible tokens only."
     ]
 
 

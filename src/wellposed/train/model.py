@@ -1,15 +1,14 @@
-"""Starting from trained weights: for fine-tuning, and for a linear probe.
+"""The model of a recipe: built by timm, initialised, edited, and loaded with trained weights.
 
-The trunk must fit in every tensor. What belongs to another task may start fresh, and is told: the head of
-another number of classes, the norm of another pooling, the scales of CB_S.
-
-The model of a recipe: built by timm, initialised, loaded, edited.
+Trained weights, for fine-tuning or a linear probe, must fit the trunk in every tensor. What belongs to
+another task may start fresh, and is reported: the head of another number of classes, the norm of another
+pooling, the scales of CB_S.
 """
 
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ import torch
 from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
-import wellposed.surgery as surgery
+from wellposed import surgery
 from wellposed.anatomy.model import refuse_wrapped
 from wellposed.models import build, describe_weights, say_weights, timm_architecture
-from wellposed.nn import TokenGraying
 from wellposed.saving import lacks
 from wellposed.surgery import Edits
 from wellposed.surgery.insertion import scales
@@ -28,176 +26,6 @@ from wellposed.train.edits import apply_edits
 from wellposed.train.recipe import Recipe
 from wellposed.train.tasks import classifiers
 from wellposed.weights import few, from_file, misfits, read_weights
-
-_IN_A_RUN = ("best/model.safetensors", "last/model.safetensors", "model.safetensors")
-_NORMS = ("norm", "fc_norm")
-"""timm's ViTs have one of them, by how they pool the tokens."""
-_POOLING = "attn_pool"
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What becomes of the tensors of a file: those to load, what to tell, and what does not fit."""
-
-    load: dict[str, Tensor]
-    told: list[str]
-    misfits: list[str]
-
-
-def start_from(model: nn.Module, source: str | Path) -> list[str]:
-    """Load trained weights into a fresh timm model, edited or not; if they do not fit, nothing is loaded.
-
-    Position and patch embeddings of another size are resampled, as timm does; those of another image size are
-    taken to be of square images.
-
-    Args:
-        model: not yet compiled, sharded or replicated.
-        source: a file of weights (.safetensors, .pth, .pt, ...), or the folder of a run: its best weights,
-            else its last.
-
-    Returns:
-        Sentences: what was loaded, what was resampled and what starts fresh.
-    """
-    refuse_wrapped(model)
-    path = weights_file(source)
-    state, taken = read_weights(path)
-    plan, resampled = _plan(model, state), list[str]()
-    if plan.misfits:
-        converted = _converted_by_timm(model, state, path)
-        plan, resampled = _plan(model, converted), _resampled(state, converted)
-    if plan.misfits:
-        raise _unfit(model, path, plan.misfits)
-    own = model.state_dict()
-    model.load_state_dict(own | plan.load)
-    words = from_file(path, taken)
-    say_weights(model, words)
-    return [
-        f"{words[:1].upper()}{words[1:]}: {len(plan.load)} of {len(own)} tensors.",
-        *resampled,
-        *plan.told,
-        *([f"{lacking}."] if (lacking := lacks(model, path)) else []),
-    ]
-
-
-def weights_file(source: str | Path) -> Path:
-    """The file of weights that ``source`` means: itself, or that of a run's folder."""
-    path = Path(source).expanduser()
-    if not path.is_dir():
-        if not path.exists() and not path.suffix:
-            raise FileNotFoundError(f"expected a file of weights or the folder of a run, there is no {path}.")
-        return path
-    for name in _IN_A_RUN:
-        if (path / name).is_file():
-            return path / name
-    raise FileNotFoundError(
-        f"expected {' or '.join(_IN_A_RUN[:2])} in {path}, there is neither; a run writes them as it goes."
-    )
-
-
-def _plan(model: nn.Module, state: dict[str, Tensor]) -> _Plan:
-    there, needed = dict(state), dict(model.state_dict())
-    told = _set_aside(model, there, needed)
-    return _Plan({key: there[key] for key in needed if key in there}, told, misfits(needed, there))
-
-
-def _set_aside(model: nn.Module, there: dict[str, Tensor], needed: dict[str, Tensor]) -> list[str]:
-    """Take out of the file's tensors and of the model's what need not fit, and tell it."""
-    told = []
-
-    def set_aside(names: Iterable[str], words: str) -> None:
-        told.append(words)
-        for state in (there, needed):
-            for key in _under(state, names):
-                del state[key]
-
-    heads = list(classifiers(model))
-    if words := _head_misfit(_under(there, heads), _under(needed, heads)):
-        set_aside(heads, words)
-
-    swap = [name for name in _NORMS if bool(_under(there, [name])) != bool(_under(needed, [name]))]
-    if len(swap) == 2:
-        left, fresh = sorted(swap, key=lambda name: bool(_under(needed, [name])))
-        set_aside(
-            swap, f"{fresh} starts fresh, the file's {left} is left out: they pool the tokens differently."
-        )
-    if bool(_under(there, [_POOLING])) != bool(_under(needed, [_POOLING])):
-        starts = bool(_under(needed, [_POOLING]))
-        set_aside(
-            [_POOLING], f"{_POOLING} starts fresh." if starts else f"The file's {_POOLING} is left out."
-        )
-
-    fresh_scales = [key for key in scales(model) if key not in there]
-    if fresh_scales:
-        set_aside(fresh_scales, f"{len(fresh_scales)} CB_S scales start fresh: the file does not hold them.")
-    return told
-
-
-def _under(state: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """The tensors of the modules, or with the very names, that are given."""
-    names = tuple(names)
-    prefixes = tuple(f"{name}." for name in names)
-    return {key: value for key, value in state.items() if key in names or key.startswith(prefixes)}
-
-
-def _head_misfit(there: dict[str, Tensor], needed: dict[str, Tensor]) -> str | None:
-    """What to tell if the file's head does not fit."""
-    if there.keys() == needed.keys() and all(there[key].shape == needed[key].shape for key in needed):
-        return None
-    if not needed:
-        return "The file's head is left out: the model has none."
-    if not there:
-        return "The head starts fresh: the file has none."
-    counts = [next(iter(tensors.values())).shape[0] for tensors in (there, needed)]
-    if counts[0] == counts[1]:
-        return "The head starts fresh: the file's is of another shape."
-    return f"The head starts fresh: the file's has {counts[0]} classes, the model's {counts[1]}."
-
-
-def _converted_by_timm(model: nn.Module, state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The weights as the filter of the model's own timm module makes them: renamed, resampled."""
-    convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    if convert is None:
-        return state
-    try:
-        _check_grid(model, state)
-        converted: dict[str, Tensor] = convert(dict(state), model)
-    except Exception as error:
-        # timm's filters are written for files that it knows: they fail in many ways on others.
-        reason = f"and timm cannot convert them ({type(error).__name__}: {error})"
-        raise _unfit(model, path, [*_plan(model, state).misfits, reason]) from error
-    return converted
-
-
-def _check_grid(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Refuse a position embedding whose grid cannot be told: timm would take it for the nearest square."""
-    held, own = state.get("pos_embed"), getattr(model, "pos_embed", None)
-    if held is None or own is None or held.ndim != 3 or held.shape == own.shape:
-        return
-    patches = held.shape[1] - _prefix_positions(model)
-    if math.isqrt(max(patches, 0)) ** 2 != patches:
-        raise ValueError(f"pos_embed has {patches} patches, which is no square")
-
-
-def _prefix_positions(model: nn.Module) -> int:
-    """How many entries of ``pos_embed`` are no patches."""
-    without = getattr(model, "no_embed_class", False)
-    return 0 if without else int(getattr(model, "num_prefix_tokens", 0))  # type: ignore[call-overload]
-
-
-def _resampled(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
-    changed = [key for key, value in after.items() if key in before and before[key].shape != value.shape]
-    if not changed:
-        return []
-    shapes = [f"{key}, from {tuple(before[key].shape)} to {tuple(after[key].shape)}" for key in changed]
-    return [f"Resampled for another size of image or patch: {few(shapes)}."]
-
-
-def _unfit(model: nn.Module, path: Path, reasons: list[str]) -> ValueError:
-    return ValueError(
-        f"the weights in {path} do not fit {type(model).__name__}: {'; '.join(reasons)}. "
-        "Nothing was loaded; take the model and the edits that they were trained with "
-        "(model, model_options, patch_size, broadcast)."
-    )
 
 
 @dataclass(frozen=True)
@@ -298,17 +126,6 @@ def _xavier(model: nn.Module, seed: int) -> None:
                 nn.init.xavier_uniform_(module.weight)
 
 
-def with_gray_floor(built: Built, recipe: Recipe) -> Built:
-    """A model whose grayings have the recipe's floors; they are known only when the folder of the run is."""
-    for module in built.model.modules():
-        if isinstance(module, TokenGraying):
-            call: Any = module.recipe_call
-            floor = recipe.gray_floor if call.index is None else recipe.edits[call.index].get("floor")
-            if floor is not None:
-                module.floor = floor
-    return replace(built, edits=surgery.edits(built.model))
-
-
 def _statistics(model: nn.Module, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation of the pixels that the model's library expects."""
     config: Any = getattr(model, "pretrained_cfg", None) or {}
@@ -318,3 +135,172 @@ def _statistics(model: nn.Module, channels: int) -> tuple[tuple[float, ...], tup
         mean = (sum(mean) / len(mean),) * channels
         std = (sum(std) / len(std),) * channels
     return mean, std
+
+
+_IN_A_RUN = ("best/model.safetensors", "last/model.safetensors", "model.safetensors")
+_NORMS = ("norm", "fc_norm")
+"""timm's ViTs have one of them, by how they pool the tokens."""
+_POOLING = "attn_pool"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What becomes of the tensors of a file: those to load, what to report, and what does not fit."""
+
+    load: dict[str, Tensor]
+    notes: list[str]
+    misfits: list[str]
+
+
+def start_from(model: nn.Module, source: str | Path) -> list[str]:
+    """Load trained weights into a fresh timm model, edited or not; if they do not fit, nothing is loaded.
+
+    Position and patch embeddings of another size are resampled, as timm does; those of another image size are
+    taken to be of square images.
+
+    Args:
+        model: not yet compiled, sharded or replicated.
+        source: a file of weights (.safetensors, .pth, .pt, ...), or the folder of a run: its best weights,
+            else its last.
+
+    Returns:
+        Sentences: what was loaded, what was resampled and what starts fresh.
+    """
+    refuse_wrapped(model)
+    path = weights_file(source)
+    state, taken = read_weights(path)
+    plan, resampled = _plan(model, state), list[str]()
+    if plan.misfits:
+        converted = _converted_by_timm(model, state, path)
+        plan, resampled = _plan(model, converted), _resampled(state, converted)
+    if plan.misfits:
+        raise _unfit(model, path, plan.misfits)
+    own = model.state_dict()
+    model.load_state_dict(own | plan.load)
+    words = from_file(path, taken)
+    say_weights(model, words)
+    return [
+        f"{words[:1].upper()}{words[1:]}: {len(plan.load)} of {len(own)} tensors.",
+        *resampled,
+        *plan.notes,
+        *([f"{lacking}."] if (lacking := lacks(model, path)) else []),
+    ]
+
+
+def weights_file(source: str | Path) -> Path:
+    """The file of weights that ``source`` means: itself, or that of a run's folder."""
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        if not path.exists() and not path.suffix:
+            raise FileNotFoundError(f"expected a file of weights or the folder of a run, there is no {path}.")
+        return path
+    for name in _IN_A_RUN:
+        if (path / name).is_file():
+            return path / name
+    raise FileNotFoundError(
+        f"expected {' or '.join(_IN_A_RUN[:2])} in {path}, there is neither; a run writes them as it goes."
+    )
+
+
+def _plan(model: nn.Module, state: dict[str, Tensor]) -> _Plan:
+    there, needed = dict(state), dict(model.state_dict())
+    notes = _set_aside(model, there, needed)
+    return _Plan({key: there[key] for key in needed if key in there}, notes, misfits(needed, there))
+
+
+def _set_aside(model: nn.Module, there: dict[str, Tensor], needed: dict[str, Tensor]) -> list[str]:
+    """Take out of the file's tensors and of the model's what need not fit; returns sentences on it."""
+    notes = []
+
+    def set_aside(names: Iterable[str], words: str) -> None:
+        notes.append(words)
+        for state in (there, needed):
+            for key in _under(state, names):
+                del state[key]
+
+    heads = list(classifiers(model))
+    if words := _head_misfit(_under(there, heads), _under(needed, heads)):
+        set_aside(heads, words)
+
+    swap = [name for name in _NORMS if bool(_under(there, [name])) != bool(_under(needed, [name]))]
+    if len(swap) == 2:
+        left, fresh = sorted(swap, key=lambda name: bool(_under(needed, [name])))
+        set_aside(
+            swap, f"{fresh} starts fresh, the file's {left} is skipped: they pool the tokens differently."
+        )
+    if bool(_under(there, [_POOLING])) != bool(_under(needed, [_POOLING])):
+        starts = bool(_under(needed, [_POOLING]))
+        set_aside([_POOLING], f"{_POOLING} starts fresh." if starts else f"The file's {_POOLING} is skipped.")
+
+    fresh_scales = [key for key in scales(model) if key not in there]
+    if fresh_scales:
+        set_aside(fresh_scales, f"{len(fresh_scales)} CB_S scales start fresh: the file does not hold them.")
+    return notes
+
+
+def _under(state: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """The tensors of the modules, or with the very names, that are given."""
+    names = tuple(names)
+    prefixes = tuple(f"{name}." for name in names)
+    return {key: value for key, value in state.items() if key in names or key.startswith(prefixes)}
+
+
+def _head_misfit(there: dict[str, Tensor], needed: dict[str, Tensor]) -> str | None:
+    """What to report if the file's head does not fit."""
+    if there.keys() == needed.keys() and all(there[key].shape == needed[key].shape for key in needed):
+        return None
+    if not needed:
+        return "The file's head is skipped: the model has none."
+    if not there:
+        return "The head starts fresh: the file has none."
+    counts = [next(iter(tensors.values())).shape[0] for tensors in (there, needed)]
+    if counts[0] == counts[1]:
+        return "The head starts fresh: the file's is of another shape."
+    return f"The head starts fresh: the file's has {counts[0]} classes, the model's {counts[1]}."
+
+
+def _converted_by_timm(model: nn.Module, state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """The weights as the filter of the model's own timm module makes them: renamed, resampled."""
+    convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    if convert is None:
+        return state
+    try:
+        _check_grid(model, state)
+        converted: dict[str, Tensor] = convert(dict(state), model)
+    except Exception as error:
+        # timm's filters are written for files that it knows: they fail in many ways on others.
+        reason = f"and timm cannot convert them ({type(error).__name__}: {error})"
+        raise _unfit(model, path, [*_plan(model, state).misfits, reason]) from error
+    return converted
+
+
+def _check_grid(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Refuse a position embedding whose grid is not known: timm would take it for the nearest square."""
+    held, own = state.get("pos_embed"), getattr(model, "pos_embed", None)
+    if held is None or own is None or held.ndim != 3 or held.shape == own.shape:
+        return
+    patches = held.shape[1] - _prefix_positions(model)
+    if math.isqrt(max(patches, 0)) ** 2 != patches:
+        raise ValueError(f"pos_embed has {patches} patches, which is no square")
+
+
+def _prefix_positions(model: nn.Module) -> int:
+    """How many entries of ``pos_embed`` are no patches."""
+    without = getattr(model, "no_embed_class", False)
+    return 0 if without else int(getattr(model, "num_prefix_tokens", 0))  # type: ignore[call-overload]
+
+
+def _resampled(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
+    changed = [key for key, value in after.items() if key in before and before[key].shape != value.shape]
+    if not changed:
+        return []
+    shapes = [f"{key}, from {tuple(before[key].shape)} to {tuple(after[key].shape)}" for key in changed]
+    return [f"Resampled for another size of image or patch: {few(shapes)}."]
+
+
+def _unfit(model: nn.Module, path: Path, reasons: list[str]) -> ValueError:
+    return ValueError(
+        f"the weights in {path} do not fit {type(model).__name__}: {'; '.join(reasons)}. "
+        "Nothing was loaded; take the model and the edits that they were trained with "
+        "(model, model_options, patch_size, broadcast)."
+    )

@@ -1,211 +1,260 @@
-"""The state of a run in a line of text.
+"""Everything that a run reports: ``run.jsonl``, ``result.json``, a bar or lines, and trackers.
 
-The table at the end of a run.
-
-TensorBoard and the other trackers that Accelerate knows.
-
-A name is checked before any time is spent. A tracker that fails later, because its server is away, is named
-once and does not stop the run: ``run.jsonl`` has all numbers anyway.
-
-Everything that a run tells: a bar, ``run.jsonl``, trackers, and the table at its end.
+TensorBoard and the other trackers that Accelerate knows are checked by name before any time is spent. One
+that fails later, because its server is away, is named once and does not stop the run: ``run.jsonl`` has all
+numbers anyway.
 """
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from wellposed.environment import without_secrets
 from wellposed.files import write_json
-from wellposed.records import named_text, short
 from wellposed.run_records import NAME, RunLog, current, read_run, summarise
-from wellposed.text import aligned, nearest
+from wellposed.text import nearest
 from wellposed.train.recipe import Recipe
-from wellposed.train.screen import Screen, make_screen
+from wellposed.train.screen import EndTable, Screen, end_table, make_screen, status_parts, time_left
 
 
-@dataclass
-class Status:
-    """The newest numbers of a run; None where there are none yet."""
+class Reporter:
+    """Reports one start of a run; a resumed run has one for each start.
 
-    loss: float | None = None
-    accuracy: float | None = None
-    test_accuracy: float | None = None
-    test_loss: float | None = None
-    rate: float | None = None
-
-    def parts(self, elapsed: float, left: float | None) -> list[str]:
-        """For a bar or a line of a log, the most wanted first.
-
-        >>> ", ".join(Status(loss=0.25, accuracy=0.9, test_accuracy=0.875, rate=12345.6).parts(62, 3725))
-        'loss 0.25, test 87.5%, 1:02:05 left, 12,346 images/s, train 90.0%, 1:02 so far'
-        """
-        parts = []
-        if self.loss is not None:
-            parts.append(f"loss {short(self.loss)}")
-        if self.test_accuracy is not None:
-            parts.append(f"test {percent(self.test_accuracy, 1)}")
-        elif self.test_loss is not None:
-            parts.append(f"test loss {short(self.test_loss)}")
-        if left is not None:
-            parts.append(f"{duration(left)} left")
-        if self.rate is not None:
-            parts.append(f"{rate(self.rate)} images/s")
-        if self.accuracy is not None:
-            parts.append(f"train {percent(self.accuracy, 1)}")
-        return [*parts, f"{duration(elapsed)} so far"]
-
-
-def time_left(update: int, updates: int, start: int, elapsed: float) -> float | None:
-    """Seconds to the last update, at the pace since ``start``.
-
-    >>> time_left(update=150, updates=200, start=100, elapsed=10.0), time_left(100, 200, 100, 10.0)
-    (10.0, None)
-    """
-    done = update - start
-    return None if done < 1 else (updates - update) * elapsed / done
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes and seconds.
-
-    >>> duration(5), duration(62), duration(3725.4), duration(200_000)
-    ('0:05', '1:02', '1:02:05', '2 d 7:33:20')
-    """
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if not hours:
-        return f"{minute}:{second:02}"
-    return (f"{days} d " if days else "") + f"{hour}:{minute:02}:{second:02}"
-
-
-def rate(value: float) -> str:
-    """Images in a second.
-
-    >>> rate(3.14159), rate(40_123.4)
-    ('3.14', '40,123')
-    """
-    return f"{value:,.0f}" if value >= 100 else short(value)
-
-
-def percent(share: float, digits: int = 2) -> str:
-    """A share as a percentage.
-
-    >>> percent(0.98765)
-    '98.77%'
-    """
-    return f"{100 * share:.{digits}f}%"
-
-
-FILES = {
-    "best": "weights of the best test, with a card",
-    "last": "weights at the end",
-    "checkpoints": "to resume from",
-    "tensorboard": "for tensorboard --logdir",
-    "run.jsonl": "all numbers",
-    "result.json": "the numbers of this table",
-}
-
-
-class EndTable:
-    """Rows of a name and a value; prints as plain text, and in a rich console as a table."""
-
-    def __init__(self, rows: Sequence[tuple[str, str]]) -> None:
-        self.rows = tuple(rows)
-
-    def __str__(self) -> str:
-        # A value of several lines, such as the table of edits, stays under its own column.
-        split = [
-            (name if index == 0 else "", line)
-            for name, value in self.rows
-            for index, line in enumerate(value.splitlines() or [""])
-        ]
-        return aligned(split) if split else ""
-
-    def __rich__(self) -> Table:
-        table = Table(show_header=False, box=None, pad_edge=False)
-        for name, value in self.rows:
-            table.add_row(Text(name, style="bold"), Text(value))
-        return table
-
-
-def end_table(recipe: Recipe, summary: Mapping[str, Any], about: Mapping[str, Any], folder: Path) -> EndTable:
-    """All of a run on one screen.
+    Numbers are plain floats. A line that cannot be written, a tracker that fails, a terminal that is closed:
+    none of them stops the run.
 
     Args:
-        recipe: of the run.
-        summary: of :func:`wellposed.run_records.summarise`.
-        about: what only the trainer knows, shown as it is; a number is shown with separators.
-        folder: of the run; the files that are there are named.
+        folder: of the run.
+        recipe: with all fields filled in.
+        updates: of the whole run.
+        start: updates that were done before this start.
+        main: whether this process reports; for the others every call does nothing.
+        accelerator: made with ``log_with=tracker_names(recipe), project_dir=folder``; None for no trackers.
+        console: to show on; None is standard error.
+        quiet: show nothing.
+        about: rows of the end table that only the caller knows, such as ``parameters``.
     """
-    rows = [("model", recipe.model), ("data", recipe.data), ("epochs", _epochs(recipe, summary))]
-    rows[2:2] = [(name.replace("_", " "), _shown(value)) for name, value in about.items()]
-    rows += _results(summary)
-    if summary["images_per_second"] is not None:
-        rows.append(("images/s", f"{rate(summary['images_per_second'])} (median)"))
-    rows.append(("time", duration(summary["seconds"])))
-    rows += [
-        (f"kappa {position}", f"{_change(values)} (worst block)")
-        for position, values in summary["kappa"].items()
-    ]
-    if summary["entropy"] is not None:
-        first, last = (f"{summary['entropy'][when]:.4f}" for when in ("first", "last"))
-        rows.append(("attention entropy", f"{first} -> {last} (mean, 1 is uniform)"))
-    if summary["starts"] > 1:
-        rows.append(("started", f"{summary['starts']} times"))
-    for name, word in (("nonfinite", "non-finite"), ("rollbacks", "rollbacks")):
-        if summary[name]:
-            rows.append((word, str(summary[name])))
-    if summary["collapsed"]:
-        rows.append(("collapsed", "ended early, see collapse_patience"))
-    present = [name for name in FILES if (folder / name).exists()]
-    named = aligned([(name, FILES[name]) for name in present]) if present else ""
-    rows.append(("files", f"{folder}\n{named}".rstrip()))
-    return EndTable(rows)
+
+    def __init__(
+        self,
+        folder: Path,
+        recipe: Recipe,
+        *,
+        updates: int,
+        start: int,
+        main: bool,
+        accelerator: Any = None,
+        console: Console | None = None,
+        quiet: bool = False,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder, self.recipe, self.updates, self.start = folder, recipe, updates, start
+        self.about: dict[str, Any] = dict(about or {})
+        self._main, self._quiet = main, quiet
+        self._accelerator, self._console = accelerator, console
+        self._newest: dict[str, float] = {}
+        self._update = start
+        self._log: RunLog | None = None
+        self._lost_lines = 0
+        self._earlier = 0.0
+        self._screen: Screen | None = None
+        self._trackers: Trackers | None = None
+        # No call of advance is due before a screen is there.
+        self._due = float("inf")
+
+    def __enter__(self) -> Self:
+        self._began = self._counted = time.monotonic()
+        if not self._main:
+            return self
+        self.folder.mkdir(parents=True, exist_ok=True)
+        before = read_run(self.folder) if (self.folder / NAME).exists() else []
+        kept = current([*before, {"event": "resume", "update": self.start}])
+        self._earlier = max((line.get("seconds", 0.0) for line in kept), default=0.0)
+        run = next((line["run"] for line in before if "run" in line), uuid.uuid4().hex)
+        self._log = RunLog(self.folder / NAME)
+        if not self._quiet:
+            self._screen = make_screen(self._console, self.updates, self.start)
+            self._due = 0.0
+        try:
+            self.event("resume" if before else "start", update=self.start, run=run, updates=self.updates)
+            if self._accelerator is not None:
+                self._trackers = Trackers(
+                    self._accelerator,
+                    self.recipe,
+                    name=self.folder.name,
+                    run=run,
+                    start=self.start,
+                    warn=self.warn,
+                )
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._main:
+            if isinstance(error, (Exception, KeyboardInterrupt)):
+                self.event("error", text=without_secrets(f"{type(error).__name__}: {error}"))
+            self._show()
+        self._close()
+
+    def advance(self, update: int) -> None:
+        """After every update; moves the bar when it is time to."""
+        self._update = update
+        now = time.monotonic()
+        if now >= self._due and self._screen is not None:
+            self._due = now + self._screen.interval
+            self._show()
+
+    def train(
+        self,
+        update: int,
+        *,
+        loss: float,
+        lr: float,
+        images: int,
+        accuracy: float | None = None,
+        grad_norm: float | None = None,
+        timed: int | None = None,
+    ) -> None:
+        """Numbers of the updates since the last call, and how many images they took.
+
+        ``timed`` are the images since this start, where a resumed run has some of before in its numbers.
+        """
+        self._update = update
+        if not self._main:
+            return
+        now = time.monotonic()
+        pace = (images if timed is None else timed) / max(now - self._counted, 1e-9)
+        self._counted = now
+        numbers = _known(loss=loss, accuracy=accuracy, lr=lr, grad_norm=grad_norm, images_per_second=pace)
+        self._newest |= _known(loss=loss, accuracy=accuracy, rate=pace)
+        self.event("train", update=update, **numbers, images=images)
+        self._track(update, {f"train/{name}": value for name, value in numbers.items()})
+
+    def measured(self, update: int, numbers: Mapping[str, float]) -> None:
+        """What the monitor gives; an empty mapping is no measurement."""
+        if self._main and numbers:
+            self.event("monitor", update=update, **numbers)
+            self._track(update, numbers)
+
+    def tested(
+        self,
+        update: int,
+        *,
+        epoch: int,
+        loss: float,
+        accuracy: float | None = None,
+        ema_accuracy: float | None = None,
+        best: bool = False,
+        **more: float,
+    ) -> None:
+        """The numbers of a test; ``best`` if its weights are now the best."""
+        if not self._main:
+            return
+        self._newest |= _known(**{"test loss": loss, "test accuracy": accuracy})
+        numbers = _known(loss=loss, accuracy=accuracy, ema_accuracy=ema_accuracy, **more)
+        self.event("test", update=update, epoch=epoch, **numbers, best=best)
+        self._track(update, {f"test/{name}": value for name, value in numbers.items()})
+
+    def say(self, text: str) -> None:
+        """A sentence, above the bar and in ``run.jsonl``."""
+        self.event("note", text=text)
+        self._above(text)
+
+    def warn(self, text: str) -> None:
+        """A sentence about something that went wrong but does not stop the run."""
+        self.event("warning", text=text)
+        self._above(f"warning: {text}")
+
+    def event(self, event: str, /, *, update: int | None = None, **values: Any) -> None:
+        """A line of ``run.jsonl``.
+
+        After "rollback" the numbers of updates later than its own no longer count; "finished" fills the bar.
+        """
+        if self._log is None:
+            return
+        if event == "finished":
+            self._update = self.updates
+        stamp = {
+            "event": event,
+            "update": self._update if update is None else update,
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "seconds": round(self._seconds(), 3),
+        }
+        try:
+            if self._lost_lines:
+                lost = f"{self._lost_lines} lines before this one could not be written."
+                self._log.write({**stamp, "event": "warning", "text": lost})
+            self._log.write({**stamp, **values})
+            self._lost_lines = 0
+        except OSError as error:
+            if not self._lost_lines:
+                self._above(f"warning: cannot write {NAME} ({error.strerror}); the run continues.")
+            self._lost_lines += 1
+
+    def table(self) -> EndTable:
+        """The run so far, with all of its starts."""
+        if not self._main:
+            return EndTable([])
+        return end_table(self.recipe, summarise(read_run(self.folder)), self.about, self.folder)
+
+    def write_result(self, environment: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Write ``result.json``: the summary, the recipe and the environment. Also returns it."""
+        if not self._main:
+            return {}
+        recipe = {
+            name: without_secrets(value) if isinstance(value, str) else value
+            for name, value in self.recipe.to_mapping().items()
+        }
+        summary = summarise(read_run(self.folder))
+        result = {**summary, "about": self.about, "recipe": recipe, "environment": environment}
+        write_json(self.folder / "result.json", result)
+        return result
+
+    def _above(self, text: str) -> None:
+        if self._screen is not None:
+            self._screen.above(text)
+
+    def _track(self, update: int, numbers: Mapping[str, float]) -> None:
+        if self._trackers is not None:
+            self._trackers.log(update, numbers)
+
+    def _seconds(self) -> float:
+        """Of training, with what earlier starts did that still counts."""
+        return self._earlier + time.monotonic() - self._began
+
+    def _show(self) -> None:
+        if self._screen is not None:
+            epochs = self.recipe.epochs
+            epoch = min(self._update * epochs // max(self.updates, 1) + 1, epochs)
+            self._screen.show(self._update, f"epoch {epoch}/{epochs}", self._parts)
+
+    def _parts(self) -> list[str]:
+        left = time_left(self._update, self.updates, self.start, time.monotonic() - self._began)
+        return status_parts(self._newest, self._seconds(), left)
+
+    def _close(self) -> None:
+        self._due = float("inf")
+        if self._trackers is not None:
+            self._trackers.close()
+        if self._screen is not None:
+            self._screen.close()
+        if self._log is not None:
+            self._log.close()
+        self._trackers = self._screen = self._log = None
 
 
-def _epochs(recipe: Recipe, summary: Mapping[str, Any]) -> str:
-    updates = f"{summary['updates']:,} updates"
-    is_whole = summary["finished"] and not summary["collapsed"]
-    return f"{recipe.epochs} ({updates})" if is_whole else f"of {recipe.epochs}: {updates}"
-
-
-def _results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Tests and losses; a task without labels has no accuracy."""
-    rows = []
-    best, test, train = summary["best"], summary["test"], summary["train"]
-    for name, line in (("best", best), ("last", test)):
-        if line is None:
-            continue
-        told = [f"loss {short(line['loss'])}"] if line.get("loss") is not None else []
-        if line.get("accuracy") is not None:
-            told.insert(0, percent(line["accuracy"]))
-        if line.get("ema_accuracy") is not None:
-            told.insert(1, f"EMA {percent(line['ema_accuracy'])}")
-        rows.append((f"{name} test", f"{', '.join(told)} (epoch {line['epoch']})"))
-    if train is not None and train.get("loss") is not None:
-        rows.append(("last training loss", short(train["loss"])))
-    return rows
-
-
-def _change(values: Mapping[str, float]) -> str:
-    first, last = (named_text(values, when) for when in ("first", "last"))
-    return f"{first} -> {last}"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else short(value)
+def _known(**values: float | None) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 PROJECT = "wellposed"
@@ -276,7 +325,7 @@ class Trackers:
         accelerator: made with ``log_with=tracker_names(recipe), project_dir=folder``.
         recipe: stored as hyperparameters.
         name: of the run.
-        run: identifies it, so that a resumed run goes on where trackers can do that.
+        run: identifies it, so that a resumed run continues where trackers can do that.
         start: first update; above 0 the run is resumed.
         warn: gets a sentence, once for each tracker that fails.
     """
@@ -347,7 +396,7 @@ class Trackers:
         if name not in self._failed:
             self._failed.add(name)
             self._warn(
-                f"the tracker {name} fails ({_reason(error)}); the run goes on, run.jsonl has all numbers."
+                f"the tracker {name} fails ({_reason(error)}); the run continues, run.jsonl has all numbers."
             )
 
 
@@ -362,238 +411,3 @@ def _reason(error: Exception) -> str:
 
 def _listed(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-class Reporter:
-    """Reports one start of a run; a resumed run has one for each start.
-
-    Numbers are plain floats. A line that cannot be written, a tracker that fails, a terminal that is closed:
-    none of them stops the run.
-
-    Args:
-        folder: of the run.
-        recipe: with all fields filled in.
-        updates: of the whole run.
-        start: updates that were done before this start.
-        main: whether this process reports; for the others every call does nothing.
-        accelerator: made with ``log_with=tracker_names(recipe), project_dir=folder``; None for no trackers.
-        console: to show on; None is standard error.
-        quiet: show nothing.
-        about: rows of the end table that only the caller knows, such as ``parameters``.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        recipe: Recipe,
-        *,
-        updates: int,
-        start: int,
-        main: bool,
-        accelerator: Any = None,
-        console: Console | None = None,
-        quiet: bool = False,
-        about: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.folder, self.recipe, self.updates, self.start = folder, recipe, updates, start
-        self.about: dict[str, Any] = dict(about or {})
-        self._main, self._quiet = main, quiet
-        self._accelerator, self._console = accelerator, console
-        self._status = Status()
-        self._update = start
-        self._log: RunLog | None = None
-        self._lost_lines = 0
-        self._earlier = 0.0
-        self._screen: Screen | None = None
-        self._trackers: Trackers | None = None
-        # No call of advance is due before a screen is there.
-        self._due = float("inf")
-
-    def __enter__(self) -> Self:
-        self._began = self._counted = time.monotonic()
-        if not self._main:
-            return self
-        self.folder.mkdir(parents=True, exist_ok=True)
-        before = read_run(self.folder) if (self.folder / NAME).exists() else []
-        kept = current([*before, {"event": "resume", "update": self.start}])
-        self._earlier = max((line.get("seconds", 0.0) for line in kept), default=0.0)
-        run = next((line["run"] for line in before if "run" in line), uuid.uuid4().hex)
-        self._log = RunLog(self.folder / NAME)
-        if not self._quiet:
-            self._screen = make_screen(self._console, self.updates, self.start)
-            self._due = 0.0
-        try:
-            self.event("resume" if before else "start", update=self.start, run=run, updates=self.updates)
-            if self._accelerator is not None:
-                self._trackers = Trackers(
-                    self._accelerator,
-                    self.recipe,
-                    name=self.folder.name,
-                    run=run,
-                    start=self.start,
-                    warn=self.warn,
-                )
-        except BaseException:
-            self._close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._main:
-            if isinstance(error, (Exception, KeyboardInterrupt)):
-                self.event("error", text=without_secrets(f"{type(error).__name__}: {error}"))
-            self._show()
-        self._close()
-
-    def advance(self, update: int) -> None:
-        """After every update; moves the bar when it is time to."""
-        self._update = update
-        now = time.monotonic()
-        if now >= self._due and self._screen is not None:
-            self._due = now + self._screen.interval
-            self._show()
-
-    def train(
-        self,
-        update: int,
-        *,
-        loss: float,
-        lr: float,
-        images: int,
-        accuracy: float | None = None,
-        grad_norm: float | None = None,
-        timed: int | None = None,
-        **more: float,
-    ) -> None:
-        """Numbers of the updates since the last call, and how many images they took.
-
-        ``timed`` are the images since this start, where a resumed run has some of before in its numbers.
-        """
-        self._update = update
-        if not self._main:
-            return
-        now = time.monotonic()
-        rate = (images if timed is None else timed) / max(now - self._counted, 1e-9)
-        self._counted = now
-        self._status.loss, self._status.accuracy, self._status.rate = loss, accuracy, rate
-        given = {"loss": loss, "accuracy": accuracy, "lr": lr, "grad_norm": grad_norm, **more}
-        numbers = {name: value for name, value in given.items() if value is not None}
-        numbers["images_per_second"] = rate
-        self.event("train", update=update, **numbers, images=images)
-        self._track(update, {f"train/{name}": value for name, value in numbers.items()})
-
-    def measured(self, update: int, numbers: Mapping[str, float]) -> None:
-        """What the monitor gives; an empty mapping is no measurement."""
-        if self._main and numbers:
-            self.event("monitor", update=update, **numbers)
-            self._track(update, numbers)
-
-    def tested(
-        self,
-        update: int,
-        *,
-        epoch: int,
-        loss: float,
-        accuracy: float | None = None,
-        ema_accuracy: float | None = None,
-        best: bool = False,
-        **more: float,
-    ) -> None:
-        """The numbers of a test; ``best`` if its weights are now the best."""
-        if not self._main:
-            return
-        self._status.test_loss, self._status.test_accuracy = loss, accuracy
-        given = {"loss": loss, "accuracy": accuracy, "ema_accuracy": ema_accuracy, **more}
-        numbers = {name: value for name, value in given.items() if value is not None}
-        self.event("test", update=update, epoch=epoch, **numbers, best=best)
-        self._track(update, {f"test/{name}": value for name, value in numbers.items()})
-
-    def say(self, text: str) -> None:
-        """A sentence, above the bar and in ``run.jsonl``."""
-        self._tell("note", text)
-
-    def warn(self, text: str) -> None:
-        """A sentence about something that went wrong but does not stop the run."""
-        self._tell("warning", text)
-
-    def event(self, event: str, /, *, update: int | None = None, **values: Any) -> None:
-        """A line of ``run.jsonl``.
-
-        After "rollback" the numbers of updates later than its own no longer count; "finished" fills the bar.
-        """
-        if self._log is None:
-            return
-        if event == "finished":
-            self._update = self.updates
-        stamp = {
-            "event": event,
-            "update": self._update if update is None else update,
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "seconds": round(self._seconds(), 3),
-        }
-        try:
-            if self._lost_lines:
-                lost = f"{self._lost_lines} lines before this one could not be written."
-                self._log.write({**stamp, "event": "warning", "text": lost})
-            self._log.write({**stamp, **values})
-            self._lost_lines = 0
-        except OSError as error:
-            if not self._lost_lines and self._screen is not None:
-                self._screen.above(f"warning: cannot write {NAME} ({error.strerror}); the run goes on.")
-            self._lost_lines += 1
-
-    def table(self, about: Mapping[str, Any] | None = None) -> EndTable:
-        """The run so far, with all of its starts."""
-        if not self._main:
-            return EndTable([])
-        return end_table(self.recipe, self._summary(), self.about | dict(about or {}), self.folder)
-
-    def write_result(self, environment: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Write ``result.json``: the summary, the recipe and the environment. Also returns it."""
-        if not self._main:
-            return {}
-        recipe = {
-            name: without_secrets(value) if isinstance(value, str) else value
-            for name, value in self.recipe.to_mapping().items()
-        }
-        result = {**self._summary(), "about": self.about, "recipe": recipe, "environment": environment}
-        write_json(self.folder / "result.json", result)
-        return result
-
-    def _summary(self) -> dict[str, Any]:
-        return summarise(read_run(self.folder))
-
-    def _tell(self, kind: str, text: str) -> None:
-        self.event(kind, text=text)
-        if self._screen is not None:
-            self._screen.above(text if kind == "note" else f"{kind}: {text}")
-
-    def _track(self, update: int, numbers: Mapping[str, float]) -> None:
-        if self._trackers is not None:
-            self._trackers.log(update, numbers)
-
-    def _seconds(self) -> float:
-        """Of training, with what earlier starts did that still counts."""
-        return self._earlier + time.monotonic() - self._began
-
-    def _show(self) -> None:
-        if self._screen is not None:
-            epochs = self.recipe.epochs
-            epoch = min(self._update * epochs // max(self.updates, 1) + 1, epochs)
-            self._screen.show(self._update, f"epoch {epoch}/{epochs}", self._parts)
-
-    def _parts(self) -> list[str]:
-        elapsed = time.monotonic() - self._began
-        return self._status.parts(self._seconds(), time_left(self._update, self.updates, self.start, elapsed))
-
-    def _close(self) -> None:
-        self._due = float("inf")
-        if self._trackers is not None:
-            self._trackers.close()
-        if self._screen is not None:
-            self._screen.close()
-        if self._log is not None:
-            self._log.close()
-        self._trackers = self._screen = self._log = None

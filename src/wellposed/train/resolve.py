@@ -1,18 +1,14 @@
-"""Filling in what a recipe leaves open, from the data and the model.
+"""Filling in what a recipe leaves open: from the data, the device and the model.
 
 The rules are few and what they chose is written into the run's recipe, so that running that file again does
-the same whatever the rules become.
-
-Whether a run tests on images that the weights it starts from were trained on.
-
-What a run needs before its first update: devices, checks, images, a model.
+the same whatever the rules become. :func:`resolve` is the only place where a recipe is completed.
 """
 
-import dataclasses
-import os
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import timm
 import torch
@@ -24,45 +20,79 @@ from wellposed.environment import without_secrets
 from wellposed.errors import UnknownModelError
 from wellposed.linalg import spectral_plan
 from wellposed.models import timm_architecture
-from wellposed.nn.graying import DEFAULT_EPS
 from wellposed.train.batches import choose_placement
-from wellposed.train.batches.make import check_images, check_share, with_batch_size
+from wellposed.train.batches.batch import check_images, check_share, with_batch_size
 from wellposed.train.data import ImageData, open_data
-from wellposed.train.distributed import (
-    from_first,
-    join_processes,
-    rank,
-    require_accelerate,
-    several,
-    started_processes,
-    world,
-)
-from wellposed.train.edits import DEVICE_FLOORS
-from wellposed.train.mae import check_mae
-from wellposed.train.model import Built, build_model, weights_file, with_gray_floor
+from wellposed.train.distributed import from_first, rank, several, world
+from wellposed.train.edits import DEVICE_FLOORS, whole
+from wellposed.train.mae import check_mae, mae_warnings
+from wellposed.train.model import Built, build_model, weights_file
 from wellposed.train.recipe import Recipe, read_recipe
-from wellposed.train.runs import RECIPE, recipe_before
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
+from wellposed.train.runs import RECIPE
 
 TINY, SMALL = 16, 64
 """Images of this side and between are shifted, larger ones get random resized crops. Of still smaller ones a
 pixel is too much."""
 
 
-def resolve(recipe: Recipe, data: ImageData) -> Recipe:
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe without open fields, its images, its model on the CPU, and sentences on them for the log."""
+
+    recipe: Recipe
+    data: ImageData
+    built: Built
+    notes: list[str]
+
+
+def resolve(recipe: Recipe, device: torch.device, folder: Path, overwrite: bool = False) -> Resolved:
+    """Open the data, fill in the recipe and build the model; every process of a run calls it.
+
+    What does not fit together is an error before any image is decoded.
+
+    Args:
+        recipe: as it was given.
+        device: of the run.
+        folder: of the run; one that was interrupted stays as it was resolved at first.
+        overwrite: whether what is in the folder does not count.
+    """
+    if recipe.ema is not None and recipe.parallel == "fsdp2" and several():
+        raise ValueError("ema keeps a whole copy of the model, got parallel=fsdp2; use ddp or leave it out.")
+    data = open_data(
+        recipe.data,
+        holdout=recipe.holdout,
+        seed=recipe.seed,
+        limit=recipe.limit,
+        skip_unreadable=recipe.skip_unreadable,
+    )
+    recipe, size_notes = with_batch_size(from_data(recipe, data), len(data.train), world())
+
+    def decided() -> tuple[Recipe, list[str]]:
+        file = folder / RECIPE
+        before = read_recipe(file) if file.is_file() and not overwrite else {}
+        return from_device(recipe, data, device, before)
+
+    # The folder and the memory that is free are those of the first process.
+    recipe, device_notes = from_first(decided, device)
+    built = build_model(recipe, len(data.classes), data.channels)
+    recipe, model_notes = from_model(recipe, built.model)
+    if recipe.task == "mae":
+        check_mae(built.model, recipe.mask_ratio)
+    check_share(recipe, rank(), world())
+    assert recipe.image_size is not None
+    check_images(recipe, data, recipe.image_size, built.mean, built.std)
+    notes = [*data.notes, *built.notes, *seen_before(recipe, data), *model_notes, *size_notes, *device_notes]
+    return Resolved(recipe, data, built, [*notes, *mae_warnings(recipe)])
+
+
+def from_data(recipe: Recipe, data: ImageData) -> Recipe:
     """The recipe with image and patch size, eps and augmentation filled in."""
     size = recipe.image_size or data.size or _input_side(recipe.model)
     chosen: dict[str, Any] = {"image_size": size}
     if recipe.patch_size is None and "patch_size" not in recipe.model_options:
         chosen["patch_size"] = _patch_for(recipe, size)
-    if recipe.graying in DEFAULT_EPS and all(
-        value is None for value in (recipe.eps, recipe.eps_per_block, recipe.target_kappa)
-    ):
-        chosen["eps"] = DEFAULT_EPS[recipe.graying]
     if recipe.edits:
-        chosen["edits"] = tuple(map(_with_power, recipe.edits))
+        chosen["edits"] = tuple(map(whole, recipe.edits))
     if recipe.flip is None:
         chosen["flip"] = 0.5 if data.photographs else 0.0
     if recipe.crop_scale is None and size > SMALL and data.photographs:
@@ -78,28 +108,39 @@ def resolve(recipe: Recipe, data: ImageData) -> Recipe:
     return replace(recipe, **chosen)
 
 
-def resolve_for(recipe: Recipe, model: nn.Module) -> Recipe:
-    """The recipe with what hangs on the model as it was built: wider ones learn with smaller steps."""
-    if recipe.lr is not None:
-        return recipe
-    width: Any = getattr(model, "num_features", None)
-    if not isinstance(width, int):
-        raise ValueError(f"the width of {recipe.model} is not known, which tells the learning rate; set lr.")
-    return replace(recipe, lr=min(0.2 / width, 3e-3))
+def from_device(
+    recipe: Recipe, data: ImageData, device: torch.device, before: Mapping[str, Any]
+) -> tuple[Recipe, list[str]]:
+    """The recipe with what depends on the device a run starts on, and stays so on others; with notes.
+
+    Where the images are may depend on the memory that is free, and they are augmented differently in both.
+    The floor of the graying depends on the device, and the weights are trained for it.
+
+    Args:
+        recipe: of :func:`from_data`.
+        data: its images.
+        device: of this start.
+        before: the recipe of an earlier start; empty at the first.
+    """
+    notes = []
+    if recipe.compile is None:
+        recipe = replace(recipe, compile=device.type == "cuda")
+    if recipe.placement == "auto" and before:
+        recipe = replace(recipe, placement=before.get("placement", "auto"))
+    recipe = with_floors(recipe, device, before)
+    for call, earlier in zip(recipe.edits, before.get("edits", ()), strict=False):
+        if "floor" in call and "floor" not in earlier:
+            notes.append(
+                f"the floor of the graying is {call['floor']:g} from here on; the version that started the "
+                "run had a lower one."
+            )
+    assert recipe.image_size is not None
+    placement = choose_placement(recipe, data, recipe.image_size, device)
+    return replace(recipe, placement=placement), notes
 
 
-def _with_power(call: dict[str, Any]) -> dict[str, Any]:
-    """A graying of the recipe's ``edits`` with its method and power, where the functions have a default."""
-    if call["edit"] != GRAY:
-        return call
-    call = {"method": "spectral", **call}
-    if call["method"] not in DEFAULT_EPS or "target_kappa" in call:
-        return call
-    return {"eps": DEFAULT_EPS[call["method"]], **call}
-
-
-def resolve_floor(recipe: Recipe, device: torch.device) -> Recipe:
-    """The recipe with the floors that its grayings have on a device, so that they have the same on others."""
+def with_floors(recipe: Recipe, device: torch.device, before: Mapping[str, Any]) -> Recipe:
+    """The recipe with the floors of its grayings: as given, as the run had them before, or the device's."""
 
     def floor(given: float | None, target_kappa: float | None) -> float:
         # A target for kappa needs more digits than float32 has; see wellposed.nn.functional.gray.
@@ -107,15 +148,38 @@ def resolve_floor(recipe: Recipe, device: torch.device) -> Recipe:
         tokens = torch.empty(0, dtype=torch.float32, device=device)
         return spectral_plan(tokens, floor=given, precision="float64" if is_wide else "auto").floor
 
-    if recipe.graying in DEVICE_FLOORS:
-        recipe = replace(recipe, gray_floor=floor(recipe.gray_floor, recipe.target_kappa))
-    own = tuple(
-        {**call, "floor": floor(call.get("floor"), call.get("target_kappa"))}
-        if call["edit"] == GRAY and call.get("method", "spectral") in DEVICE_FLOORS
-        else call
-        for call in recipe.edits
-    )
-    return replace(recipe, edits=own)
+    calls, earlier = [], before.get("edits", ())
+    if len(earlier) != len(recipe.edits):
+        earlier = [{}] * len(recipe.edits)  # the first start, or another recipe, which is refused later
+    for call, one in zip(recipe.edits, earlier, strict=True):
+        if call["edit"] == GRAY and call.get("method", "spectral") in DEVICE_FLOORS:
+            known = call.get("floor", one.get("floor"))
+            call = {**call, "floor": floor(known, call.get("target_kappa"))}
+        calls.append(call)
+    return replace(recipe, edits=tuple(calls))
+
+
+def from_model(recipe: Recipe, model: nn.Module) -> tuple[Recipe, list[str]]:
+    """The recipe with what depends on the model as it was built, with notes.
+
+    Wider models learn with smaller steps. Those without blocks that are known, a ResNet say, train like
+    others; there is nothing to measure.
+    """
+    if recipe.lr is None:
+        width: Any = getattr(model, "num_features", None)
+        if not isinstance(width, int):
+            raise ValueError(
+                f"the width of {recipe.model} is not known, from which the learning rate follows; set lr."
+            )
+        recipe = replace(recipe, lr=min(0.2 / width, 3e-3))
+    try:
+        anatomy.blocks(model)
+    except UnknownModelError:
+        if recipe.monitor_every:
+            raise
+        note = f"kappa and density are not measured: no block of {recipe.model} is known."
+        return replace(recipe, monitor_every=0), [note]
+    return recipe, []
 
 
 _PLACES = ("hf-hub:", "local-dir:")
@@ -130,9 +194,7 @@ def _input_side(name: str) -> int:
             return int(side[-1] if isinstance(side, (list, tuple)) else side)
         name = architecture
     config: Any = timm.get_pretrained_cfg(name, allow_unregistered=False)
-    if config is None:
-        return 224
-    return int(config.input_size[-1])
+    return 224 if config is None else int(config.input_size[-1])
 
 
 def _patch_for(recipe: Recipe, size: int) -> int | None:
@@ -160,30 +222,30 @@ def own_patch(name: str) -> int | None:
     if name.startswith(_PLACES):
         name, arguments = timm_architecture(name)
     if not timm.is_model(name.partition(".")[0]):
-        return None  # building it tells what is wrong with the name
+        return None  # building it says what is wrong with the name
+
+    def made(**options: Any) -> nn.Module:
+        """The model without memory for its weights; older releases of timm need it for some models."""
+        create: Callable[..., nn.Module] = functools.partial(timm.create_model, name, **options)
+        with torch.random.fork_rng(devices=[]):
+            try:
+                with torch.device("meta"):
+                    return create()
+            except (RuntimeError, ValueError):
+                return create()
+
     try:
-        model: Any = _as_it_comes(name, **arguments)
-        patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+        patch: Any = getattr(getattr(made(**arguments), "patch_embed", None), "patch_size", None)
         side = int(patch[0]) if isinstance(patch, (tuple, list)) else patch
         if side is not None:
-            _as_it_comes(name, **{**arguments, "patch_size": side})
+            made(**{**arguments, "patch_size": side})
     except TypeError:  # no option of that name
         return None
     return side
 
 
-def _as_it_comes(name: str, **options: Any) -> nn.Module:
-    """The model without memory for its weights; older releases of timm need it for some models."""
-    with torch.random.fork_rng(devices=[]):
-        try:
-            with torch.device("meta"):
-                return timm.create_model(name, **options)  # type: ignore[no-any-return]
-        except (RuntimeError, ValueError):
-            return timm.create_model(name, **options)  # type: ignore[no-any-return]
-
-
 def seen_before(recipe: Recipe, data: ImageData) -> list[str]:
-    """A sentence if so, for the notes of a run that starts from another one on the same data.
+    """A sentence if a run tests on images that the weights it starts from were trained on.
 
     Where the set has no test split, seed and holdout draw it. With the same seed a smaller holdout is a part
     of a larger one.
@@ -196,13 +258,13 @@ def seen_before(recipe: Recipe, data: ImageData) -> list[str]:
     before = Recipe.from_mapping(read_recipe(file))
     if _place(before.data) != _place(without_secrets(recipe.data)):
         return []
+    is_digits = data.name == "digits"
+    if before.seed == recipe.seed and (is_digits or recipe.holdout <= before.holdout):
+        return []
     drawn_there, drawn_here = (
-        f"seed {each.seed}" + ("" if data.name == "digits" else f" and holdout {each.holdout:g}")
+        f"seed {each.seed}" + ("" if is_digits else f" and holdout {each.holdout:g}")
         for each in (before, recipe)
     )
-    is_part = before.seed == recipe.seed and (data.name == "digits" or recipe.holdout <= before.holdout)
-    if is_part:
-        return []
     return [
         f"some test images are not new to these weights: {drawn_there} drew those of {recipe.start_from}, "
         f"{drawn_here} draws others of the same {recipe.data}, so the accuracy is too good. Take the seed "
@@ -213,129 +275,3 @@ def seen_before(recipe: Recipe, data: ImageData) -> list[str]:
 def _place(data: str) -> Path:
     """The same for two ways to write one folder."""
     return Path(data.removeprefix("folder:")).expanduser().resolve()
-
-
-def make_accelerator(recipe: Recipe, trackers: list[str], project: str | Path) -> "Accelerator":
-    """The devices, processes and precision of a run, also where one was made before in this process."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise ValueError(
-            "sharding is a field of the recipe here: use --parallel fsdp2 and launch without --use_fsdp."
-        )
-    if recipe.device not in (None, "cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, got {recipe.device!r}; a launcher chooses among GPUs.")
-    if recipe.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda needs a GPU that torch sees, there is none; use device=cpu.")
-    require_accelerate()
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    join_processes(recipe.device)
-    if not torch.distributed.is_initialized():
-        # Accelerate keeps the first accelerator's settings for the whole process.
-        AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(
-        # Several processes without a GPU are one run only if Accelerate is told that they are on the CPU.
-        cpu=recipe.device == "cpu" or (started_processes() > 1 and not torch.cuda.is_available()),
-        mixed_precision="bf16" if recipe.precision == "bf16" else "no",
-        log_with=trackers or None,
-        project_dir=str(project),
-    )
-    joined = (rank(), world())
-    if joined != (accelerator.process_index, accelerator.num_processes) or world() < started_processes():
-        raise RuntimeError(
-            f"expected one run on {started_processes()} processes, as the launcher's WORLD_SIZE says, got "
-            f"process {rank()} of {world()} for torch and {accelerator.process_index} of "
-            f"{accelerator.num_processes} for Accelerate; start them with torchrun or accelerate launch, or "
-            "unset WORLD_SIZE for a run on one."
-        )
-    return accelerator
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A recipe without open fields, its images and its model, on the CPU."""
-
-    recipe: Recipe
-    data: ImageData
-    built: Built
-    size: int
-
-
-def prepare(recipe: Recipe, accelerator: "Accelerator") -> Prepared:
-    """Open the data and build the model; what does not fit together is told before anything is decoded."""
-    device = accelerator.device
-    if recipe.ema is not None and recipe.parallel == "fsdp2" and several():
-        raise ValueError("ema keeps a whole copy of the model, got parallel=fsdp2; use ddp or leave it out.")
-    data = open_data(
-        recipe.data,
-        holdout=recipe.holdout,
-        seed=recipe.seed,
-        limit=recipe.limit,
-        skip_unreadable=recipe.skip_unreadable,
-    )
-    recipe = resolve(recipe, data)
-    if recipe.compile is None:
-        recipe = dataclasses.replace(recipe, compile=device.type == "cuda")
-    built = build_model(recipe, len(data.classes), data.channels)
-    built.notes.extend(seen_before(recipe, data))
-    recipe = _with_a_monitor_that_can_be(resolve_for(recipe, built.model), built)
-    if recipe.task == "mae":
-        check_mae(built.model, recipe.mask_ratio)
-    recipe, notes = with_batch_size(recipe, len(data.train), world())
-    built.notes.extend(notes)
-    check_share(recipe, rank(), world())
-    assert recipe.image_size is not None
-    check_images(recipe, data, recipe.image_size, built.mean, built.std)
-    return Prepared(recipe, data, built, recipe.image_size)
-
-
-def _with_a_monitor_that_can_be(recipe: Recipe, built: Built) -> Recipe:
-    """Models without blocks that are known, a ResNet say, train like others; there is nothing to measure."""
-    try:
-        anatomy.blocks(built.model)
-    except UnknownModelError:
-        if recipe.monitor_every:
-            raise
-        built.notes.append(f"kappa and density are not measured: no block of {recipe.model} is known.")
-        return dataclasses.replace(recipe, monitor_every=0)
-    return recipe
-
-
-def settled(prepared: Prepared, folder: Path, overwrite: bool, device: torch.device) -> Prepared:
-    """With placement and floor decided, for all starts of the run and on all processes alike.
-
-    Where the images are may depend on the memory that is free, and they are augmented differently in both.
-    The floor of the graying depends on the device, and the weights are trained for it.
-    """
-    notes: list[str] = []
-
-    def decided() -> Recipe:
-        recipe = prepared.recipe
-        before = {} if overwrite else recipe_before(folder)
-        if recipe.placement == "auto" and before:
-            recipe = dataclasses.replace(recipe, placement=before.get("placement", "auto"))
-        recipe = resolve_floor(_with_floors_of(recipe, before), device)
-        if before and recipe.graying in DEVICE_FLOORS and "gray_floor" not in before:
-            notes.append(
-                f"gray_floor is {recipe.gray_floor:g} from here on; the version that started the run had "
-                "a lower one."
-            )
-        placement = choose_placement(recipe, prepared.data, prepared.size, device)
-        return dataclasses.replace(recipe, placement=placement)
-
-    recipe = from_first(decided, device)
-    built = with_gray_floor(prepared.built, recipe)
-    built.notes.extend(notes)
-    return dataclasses.replace(prepared, recipe=recipe, built=built)
-
-
-def _with_floors_of(recipe: Recipe, before: dict[str, Any]) -> Recipe:
-    """The recipe with the floors that the run had before, where it says nothing of them."""
-    if recipe.graying in DEVICE_FLOORS and recipe.gray_floor is None:
-        recipe = replace(recipe, gray_floor=before.get("gray_floor"))
-    earlier = before.get("edits", ())
-    if len(earlier) != len(recipe.edits):
-        return recipe  # a run of another recipe, which is refused later
-    floors = [{"floor": each["floor"]} if "floor" in each else {} for each in earlier]
-    own = tuple({**floor, **call} for floor, call in zip(floors, recipe.edits, strict=True))
-    return replace(recipe, edits=own)

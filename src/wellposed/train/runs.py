@@ -1,8 +1,6 @@
-"""The folder of a run: its name, and whether what is in it can go on.
+"""The folder of a run: its name, whether what is in it can be resumed, and its weights as a model again.
 
-The weights of a run as a model again, with its edits, and some of its own test images.
-
-A run has several: those it started from, its checkpoints, the last ones and the best. ::
+A run has several weights: those it started from, its checkpoints, the last ones and the best. ::
 
     run = open_run("runs/first")
     diagnosis = wellposed.diagnose(run.model("best"), run.images)
@@ -15,7 +13,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.environment import without_secrets
-from wellposed.files import clear_staged, read_object, write_json
+from wellposed.files import clear_staged, read_object
 from wellposed.models import load_weights, say_weights
 from wellposed.run_records import NAME as LOG
 from wellposed.run_records import read_run
@@ -33,7 +31,7 @@ from wellposed.train.batches.augment import normalised
 from wellposed.train.batches.batch import scale
 from wellposed.train.checkpoint import file_hash
 from wellposed.train.data import decode_readable, open_data
-from wellposed.train.edits import DEVICE_FLOORS
+from wellposed.train.edits import whole
 from wellposed.train.export import WEIGHTS
 from wellposed.train.model import build_model, start_from
 from wellposed.train.optimizer import EpsSchedule
@@ -42,18 +40,13 @@ from wellposed.train.recipe import Recipe, read_recipe, write_recipe
 RECIPE, RESULT, ENVIRONMENT = "recipe.toml", "result.json", "environment.json"
 
 
-def default_folder(recipe: Recipe, without: Collection[str] = ()) -> Path:
-    """The same for equal recipes, so that starting again goes on.
+def default_folder(recipe: Recipe) -> Path:
+    """The same for equal recipes, so that the same call resumes.
 
     >>> default_folder(Recipe()) == default_folder(Recipe(workers=0))
     True
-
-    Args:
-        recipe: of the run.
-        without: fields that the name does not hang on.
     """
-    told = {name: value for name, value in decisive(recipe).items() if name not in without}
-    text = json.dumps(told, sort_keys=True, default=str)
+    text = json.dumps(decisive(recipe), sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     kind, colon, rest = recipe.data.removeprefix("torchvision:").partition(":")
     data = kind if colon and kind not in ("packed", "hf", "wds", "folder") else Path(rest or kind).stem
@@ -62,15 +55,9 @@ def default_folder(recipe: Recipe, without: Collection[str] = ()) -> Path:
 
 
 def decisive(recipe: Recipe) -> dict[str, Any]:
-    """The fields that decide the result; the others may change when a run goes on."""
+    """The fields that decide the result; the others may change when a run is resumed."""
     free = {field.name for field in dataclasses.fields(recipe) if field.metadata["free"]}
     return {name: value for name, value in recipe.to_mapping().items() if name not in free}
-
-
-def recipe_before(folder: Path) -> dict[str, Any]:
-    """The fields of the run in the folder; none if there is no run."""
-    file = folder / RECIPE
-    return read_recipe(file) if file.is_file() else {}
 
 
 def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any] | None:
@@ -85,8 +72,13 @@ def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any]
         _empty(folder)
     if file.is_file():
         before, now = decisive(Recipe.from_mapping(read_recipe(file))), decisive(recipe)
-        if recipe.graying in DEVICE_FLOORS and "gray_floor" in now:
-            before.setdefault("gray_floor", now["gray_floor"])  # older versions did not write it
+        earlier = before.get("edits", [])
+        if earlier and len(earlier) == len(recipe.edits):
+            # Older versions wrote them in another form, and no floors.
+            before["edits"] = [
+                {name: new[name] for name in ("floor",) if name in new} | whole(old)
+                for old, new in zip(earlier, recipe.edits, strict=True)
+            ]
         changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         if changed:
             listed = ", ".join(
@@ -147,10 +139,6 @@ def _empty(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def write_environment(folder: Path, environment: dict[str, Any]) -> None:
-    write_json(folder / ENVIRONMENT, environment)
-
-
 Named = Literal["initial", "last", "best"]
 
 IMAGES = 32
@@ -159,8 +147,8 @@ IMAGES = 32
 _WRITTEN = ("best", "last")
 _CONFIG = "config.json"
 _WHEN = (
-    "A run writes its best weights with its checkpoints and its last ones when it ends: start it again, it "
-    "goes on."
+    "A run writes its best weights with its checkpoints and its last ones when it ends; the same command "
+    "resumes it."
 )
 
 
@@ -353,8 +341,8 @@ def _require_own(file: Path) -> None:
     if not (file.parent / _CONFIG).is_file():
         return
     with _fields_of(file.parent):
-        told = _config(file.parent)["wellposed"].get("sha256")
-    if told is not None and told != file_hash(file):
+        said = _config(file.parent)["wellposed"].get("sha256")
+    if said is not None and said != file_hash(file):
         raise ValueError(
             f"expected the weights that the run wrote, {file} holds others (its SHA-256 is not that in "
             f"{_CONFIG}); copy the folder again, or name the file as weights= of a model."
@@ -362,16 +350,16 @@ def _require_own(file: Path) -> None:
 
 
 def _planned_updates(folder: Path) -> int:
-    """Of the whole run, also where it has not come to its end: the schedule of eps hangs on it."""
+    """Of the whole run, also where it has not come to its end: the schedule of eps depends on it."""
     file = folder / "result.json"
     if file.is_file():
         result = read_result(folder)
         if result["finished"]:
             return int(result["updates"])
-    told = [int(line["updates"]) for line in read_run(folder) if line.get("updates")]
-    if not told:
-        raise ValueError(f"expected the number of updates in {folder / LOG}, it is not told there.")
-    return told[-1]
+    planned = [int(line["updates"]) for line in read_run(folder) if line.get("updates")]
+    if not planned:
+        raise ValueError(f"expected the number of updates in {folder / LOG}, which does not have it.")
+    return planned[-1]
 
 
 def _config(weights: Path) -> dict[str, Any]:

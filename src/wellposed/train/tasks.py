@@ -1,4 +1,7 @@
-"""A linear probe: the head learns on features that stay as they are.
+"""What is trained: a classifier, a masked autoencoder, or a head on a frozen trunk; and how it is tested.
+
+A task knows its loss and nothing of devices, processes or time. ``module`` is what the optimizer sees,
+``trunk`` the timm model in it, which edits, exports and measurements are about.
 
 >>> import timm
 >>> model = timm.create_model("test_vit", img_size=32, num_classes=10)
@@ -7,20 +10,6 @@
 >>> probe_train_mode(model)
 >>> model.blocks.training, model.head.training
 (False, True)
-
-Tokens one after another in memory.
-
-A patch convolution writes channel by channel, and timm's embedding is a transposed view of that. Additions
-keep the order of what they add to, so in a model that joins no class token every block gets tokens whose
-numbers lie far apart: each of its norms gathers them, and compiled ones need a loop over what a GPU could
-read at once.
-
-What is trained: a classifier, a masked autoencoder, or a head on a frozen trunk.
-
-A task knows its loss and nothing of devices, processes or time. ``module`` is what the optimizer sees,
-``trunk`` the timm model in it, which edits, exports and measurements are about.
-
-The test set through the model, on one or many processes.
 """
 
 from collections.abc import Callable
@@ -34,6 +23,7 @@ from torch.nn import functional
 
 from wellposed.probes.observe import plain
 from wellposed.train.batches import Batch, EvalBatch, EvalBatches
+from wellposed.train.batches.order import slot_positions
 from wellposed.train.distributed import read, total
 from wellposed.train.mae import (
     FixedMask,
@@ -77,7 +67,13 @@ def probe_train_mode(model: nn.Module) -> None:
 
 
 def order_tokens(model: nn.Module) -> None:
-    """Let patch embeddings return (B, N, D) tokens that lie in this order; values stay the same."""
+    """Let patch embeddings return (B, N, D) tokens that lie in this order; values stay the same.
+
+    A patch convolution writes channel by channel, and timm's embedding is a transposed view of that.
+    Additions keep the order of what they add to, so in a model that joins no class token every block gets
+    tokens whose numbers lie far apart: each of its norms gathers them, and compiled ones need a loop over
+    what a GPU could read at once.
+    """
     for module in model.modules():
         if isinstance(module, PatchEmbed):
             # Before edits that stand after the embedding: they read the tokens too.
@@ -176,7 +172,7 @@ class LinearProbe(Classification):
 class MaskedPretraining:
     """Masks are drawn from (seed, update) and the place in the batch, whoever processes it."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, positions: Tensor | None = None) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, rank: int, world: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(recipe.seed)
             self.module: nn.Module = MaskedAutoencoder(
@@ -189,16 +185,18 @@ class MaskedPretraining:
         self.trunk = model
         self.autoencoder: MaskedAutoencoder = self.module
         self.recipe = recipe
-        self.positions = positions
-        """(passes, images of a pass): this process's positions in a batch; None for all of them."""
+        self.positions = [
+            slot_positions(number * world + rank, world * recipe.accumulate, recipe.batch_size)
+            for number in range(recipe.accumulate)
+        ]
+        """Of this process's images in a batch, for each pass."""
 
     def train_mode(self) -> None:
         self.module.train()
 
     def inputs(self, batch: Batch, update: int, number: int) -> tuple[Tensor, ...]:
         noise = mask_noise(self.recipe.seed, update, self.recipe.batch_size, self.autoencoder.tokens)
-        if self.positions is not None:
-            noise = noise[self.positions[number]]
+        noise = noise[torch.from_numpy(self.positions[number])]
         return batch.images, noise.to(batch.images.device, non_blocking=True)
 
     def loss(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -222,10 +220,11 @@ class MaskedPretraining:
         return encoder_state(weights)
 
 
-def make_task(model: nn.Module, recipe: Recipe, positions: Tensor | None = None) -> Task:
+def make_task(model: nn.Module, recipe: Recipe, rank: int = 0, world: int = 1) -> Task:
+    """The recipe's task for a model, on one of the processes of a run."""
     order_tokens(model)
     if recipe.task == "mae":
-        return MaskedPretraining(model, recipe, positions)
+        return MaskedPretraining(model, recipe, rank, world)
     return LinearProbe(model) if recipe.task == "probe" else Classification(model)
 
 

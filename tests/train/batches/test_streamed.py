@@ -13,8 +13,8 @@ from PIL import Image
 
 from train.batches.small_sets import EVERYTHING, MIXES, SIZE, batches, equal, files
 from wellposed.train.batches.augment import Augmentation
-from wellposed.train.batches.order import slot_positions
-from wellposed.train.batches.streamed import Items, Key, train_steps
+from wellposed.train.batches.order import Key, slot_positions
+from wellposed.train.batches.sources import Items, train_steps
 from wellposed.train.data.images import ImageData, UnreadableImageError
 from wellposed.train.recipe import Recipe
 
@@ -111,7 +111,7 @@ def test_processes_and_passes_together_make_the_same_update(
 def test_a_start_in_the_middle_reads_nothing_before_it(tmp_path: Path) -> None:
     data = files(tmp_path)
     whole = dict(_streamed(data).iterate(0, 4))
-    wanted = {key.image for key in _streamed(data)._keys.of(1)[0]}
+    wanted = {key.image for key in _streamed(data).preparation.order.passes(1)[0].keys}
     for number in set(range(len(data.train))) - wanted:
         Path(data.train.name(number)).unlink()
     ((update, passes),) = _streamed(data).iterate(1, 2)
@@ -145,9 +145,9 @@ def test_an_unreadable_image_can_be_replaced(tmp_path: Path) -> None:
     Path(data.test.name(2)).write_bytes(b"no image")
     train, test = batches(data, placement="stream", workers=0, skip_unreadable=True)
     chosen = data.train.subset([6])
-    expected = batches(data, placement="stream", workers=0)[0].items[Key(0, 0, 6)]
-    assert torch.equal(train.items[Key(0, 0, 5)].pixels, expected.pixels)
-    assert train.items[Key(0, 0, 5)].label == chosen.labels[0]
+    expected = batches(data, placement="stream", workers=0)[0].source.items[Key(0, 0, 6)]
+    assert torch.equal(train.source.items[Key(0, 0, 5)].pixels, expected.pixels)
+    assert train.source.items[Key(0, 0, 5)].label == chosen.labels[0]
     list(train.iterate(0, 8))
     (batch,) = test
     assert batch.weights.tolist() == [1, 1, 0, 1, 1, 1, 1, 0]
@@ -168,7 +168,7 @@ def test_another_order_takes_effect_at_once(tmp_path: Path) -> None:
 
 def test_what_is_drawn_for_an_image_depends_on_seed_epoch_and_position(tmp_path: Path) -> None:
     data = files(tmp_path)
-    items = [_streamed(data, seed=seed, crop_scale=0.1).items for seed in (1, 1, 2)]
+    items = [_streamed(data, seed=seed, crop_scale=0.1).source.items for seed in (1, 1, 2)]
     keys = [Key(1, 5, 0), Key(1, 5, 0), Key(1, 5, 0), Key(1, 6, 0), Key(2, 5, 0)]
     first, same, *others = [
         one[key].pixels for one, key in zip([*items, items[0], items[0]], keys, strict=True)
@@ -179,7 +179,7 @@ def test_what_is_drawn_for_an_image_depends_on_seed_epoch_and_position(tmp_path:
 
 def test_keys_hold_the_place_in_the_epoch(tmp_path: Path) -> None:
     train = _streamed(files(tmp_path), accumulate=2)
-    keys = [key for update in (2, 3) for one_pass in train._keys.of(update) for key in one_pass]
+    keys = [key for update in (2, 3) for one in train.preparation.order.passes(update) for key in one.keys]
     assert sorted(key.position for key in keys) == list(range(16))
     assert {key.epoch for key in keys} == {1}
     assert len({key.image for key in keys}) == 16
@@ -195,7 +195,7 @@ def test_what_workers_have_done_is_not_done_again(tmp_path: Path) -> None:
 
 
 def test_items_can_be_sent_to_another_process(tmp_path: Path) -> None:
-    items = _streamed(files(tmp_path), **POLICY).items
+    items = _streamed(files(tmp_path), **POLICY).source.items
     key = Key(1, 2, 3)
     again = pickle.loads(pickle.dumps(items))
     assert torch.equal(again[key].pixels, items[key].pixels)

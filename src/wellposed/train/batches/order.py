@@ -1,4 +1,4 @@
-"""Random numbers that depend on nothing but what they are for.
+"""Which images an update takes, and random numbers that depend on nothing but what they are for.
 
 Every draw starts from (seed, purpose, where), mixed by numpy's SeedSequence; ``where`` is an epoch, an update
 or a position. So nothing depends on what was drawn before, and a resumed run needs no state of a generator.
@@ -6,10 +6,8 @@ or a position. So nothing depends on what was drawn before, and a resumed run ne
 >>> int(generator(0, Purpose.ORDER, 3).integers(100)) == int(generator(0, Purpose.ORDER, 3).integers(100))
 True
 
-Which images an update takes, and which of them a process takes.
-
 Epoch e visits the images in a permutation drawn from (seed, e, rollbacks); images that fill no whole batch
-are left out. The B positions of an update are cut into slots, one for each process and pass.
+are skipped. The B positions of an update are cut into slots, one for each process and pass.
 
 A slot takes its positions from both ends of the batch. timm's Mixup pairs an image with the one at the
 mirrored position; with such slots these are the same two images however many slots there are:
@@ -18,20 +16,19 @@ mirrored position; with such slots these are the same two images however many sl
 [0, 1, 2, 3, 4, 5, 6, 7]
 >>> slot_positions(0, 2, 8).tolist(), slot_positions(1, 2, 8).tolist()
 ([0, 1, 6, 7], [2, 3, 4, 5])
-
-Randomness inside the model, such as dropout: a pure function of the seed, the update and the process.
 """
 
-import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
 
 
 class Purpose(IntEnum):
@@ -55,7 +52,7 @@ def generator(seed: int, purpose: Purpose, *where: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(sequence(seed, purpose, *where)))
 
 
-@contextlib.contextmanager
+@contextmanager
 def numpy_seeded(seed: int, purpose: Purpose, *where: int) -> Iterator[None]:
     """Numpy's global generator seeded, and afterwards as it was: for libraries that draw from it."""
     before = np.random.get_state()
@@ -66,23 +63,45 @@ def numpy_seeded(seed: int, purpose: Purpose, *where: int) -> Iterator[None]:
         np.random.set_state(before)
 
 
-@contextlib.contextmanager
+@contextmanager
 def all_seeded(seed: int, purpose: Purpose, *where: int) -> Iterator[None]:
     """The global generators of Python, numpy and torch's CPU seeded, and afterwards as they were."""
     python_words, torch_words = sequence(seed, purpose, *where).generate_state(2, np.uint64)
-    python_before, torch_before = random.getstate(), torch.get_rng_state()
-    random.seed(int(python_words))
-    # torch.manual_seed would reseed the accelerators too.
-    torch.default_generator.manual_seed(int(torch_words >> np.uint64(1)))
-    try:
-        with numpy_seeded(seed, purpose, *where):
+    with generators_kept(devices=()), numpy_seeded(seed, purpose, *where):
+        random.seed(int(python_words))
+        # torch.manual_seed would reseed the accelerators too.
+        torch.default_generator.manual_seed(int(torch_words >> np.uint64(1)))
+        yield
+
+
+@contextmanager
+def generators_kept(devices: Sequence[int] | None = None) -> Iterator[None]:
+    """The caller's generators are afterwards as they were: on the CPU, and on ``devices`` (None: all)."""
+    python_before, numpy_before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices):
+        try:
             yield
-    finally:
-        random.setstate(python_before)
-        torch.set_rng_state(torch_before)
+        finally:
+            random.setstate(python_before)
+            np.random.set_state(numpy_before)
 
 
-Indices = NDArray[np.int64]
+def seed_update(seed: int, update: int, rank: int) -> None:
+    """Seed the global generators of torch, on all devices, of numpy and of Python.
+
+    Randomness inside the model, such as dropout, then depends on the seed, the update and the process alone.
+    """
+    (word,) = sequence(seed, Purpose.MODEL, update, rank).generate_state(1)
+    torch.default_generator.manual_seed(int(word))
+    # torch.manual_seed would note, at every call again, what to do should a GPU of another kind wake up.
+    kinds: tuple[Any, ...] = (torch.cuda, torch.xpu)
+    for kind in kinds:
+        if kind.is_initialized():
+            kind.manual_seed_all(int(word))
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(int(word))
+    np.random.seed(word)
+    random.seed(int(word))
 
 
 def permutation(images: int, seed: int, epoch: int, rollbacks: int = 0) -> Indices:
@@ -98,6 +117,27 @@ def slot_positions(slot: int, slots: int, batch_size: int) -> Indices:
     half = size // 2
     front = np.arange(slot * half, (slot + 1) * half)
     return np.concatenate([front, batch_size - 1 - front[::-1]])
+
+
+class Key(NamedTuple):
+    """Which image, and where it stands; all that a worker needs to know."""
+
+    epoch: int
+    position: int
+    image: int
+
+
+class Pass(NamedTuple):
+    """The images (b,) of one pass of one process, and their positions (b,) in the epoch."""
+
+    epoch: int
+    positions: Indices
+    images: Indices
+
+    @property
+    def keys(self) -> list[Key]:
+        pairs = zip(self.positions.tolist(), self.images.tolist(), strict=True)
+        return [Key(self.epoch, position, image) for position, image in pairs]
 
 
 class Order:
@@ -130,6 +170,7 @@ class Order:
             [slot_positions(a * world + rank, slots, batch_size) for a in range(accumulate)]
         )
         """(passes, images of a pass): this process's positions in any update."""
+        self._newest: tuple[tuple[int, int], Indices] | None = None
 
     def place(self, update: int) -> tuple[int, int]:
         """The epoch of an update, and which of the epoch's updates it is."""
@@ -137,33 +178,15 @@ class Order:
 
     def table(self, epoch: int) -> Indices:
         """(updates of the epoch, passes, images of a pass): indices of images."""
-        kept = self.updates_per_epoch * self.batch_size
-        order = permutation(self.images, self.seed, epoch, self.rollbacks)[:kept]
-        return order.reshape(self.updates_per_epoch, self.batch_size)[:, self.positions]
+        which = epoch, self.rollbacks
+        if self._newest is None or self._newest[0] != which:
+            kept = self.updates_per_epoch * self.batch_size
+            order = permutation(self.images, self.seed, *which)[:kept]
+            self._newest = which, order.reshape(-1, self.batch_size)[:, self.positions]
+        return self._newest[1]
 
-
-def seed_update(seed: int, update: int, rank: int) -> None:
-    """Seed the global generators of torch, on all devices, of numpy and of Python."""
-    (word,) = sequence(seed, Purpose.MODEL, update, rank).generate_state(1)
-    torch.default_generator.manual_seed(int(word))
-    # torch.manual_seed would note, at every call anew, what to do should a GPU of another kind wake up.
-    kinds: tuple[Any, ...] = (torch.cuda, torch.xpu)
-    for kind in kinds:
-        if kind.is_initialized():
-            kind.manual_seed_all(int(word))
-    if torch.backends.mps.is_available():
-        torch.mps.manual_seed(int(word))
-    np.random.seed(word)
-    random.seed(int(word))
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """The caller's global generators are afterwards as they were."""
-    python_before, numpy_before = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(python_before)
-            np.random.set_state(numpy_before)
+    def passes(self, update: int) -> list[Pass]:
+        """What this process does in an update."""
+        epoch, step = self.place(update)
+        positions = self.positions + step * self.batch_size
+        return [Pass(epoch, *each) for each in zip(positions, self.table(epoch)[step], strict=True)]

@@ -1,19 +1,21 @@
-"""The end of a sweep: a line for each run, and over the seeds of each recipe the mean and the deviation.
-
-Several runs beside each other on one machine: small models leave a GPU idle.
+"""Several runs side by side, because small models leave a GPU idle; and how they compare.
 
 Each recipe, with each seed, is a process of its own, ``wellposed train RECIPE --out FOLDER``. They share the
 GPU that CUDA shows first; ``CUDA_VISIBLE_DEVICES`` chooses another. What a run prints goes to ``log.txt`` in
-its folder. A run that fails does not stop the others, and a sweep that is called again goes on where it
+its folder. A run that fails does not stop the others, and a sweep that is called again continues where it
 stopped: runs that have finished are not trained again.
+
+At the end there is a line for each run, and over the seeds of each recipe the mean and the deviation.
 """
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,130 +23,33 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from wellposed.environment import usable_cores
 from wellposed.files import alone_in, write_cells, write_json
 from wellposed.records import short
 from wellposed.run_records import best_accuracy
 from wellposed.text import aligned
-from wellposed.train.reporter import duration, percent, rate
-from wellposed.train.sweep import processes as progress
-from wellposed.train.sweep.plan import Run, plan, write_recipes
+from wellposed.train.recipe import SUFFIX, Recipe, combine, read_recipe, write_recipe
+from wellposed.train.screen import duration, percent, rate
 from wellposed.train.sweep.processes import (
+    LOG,
     Child,
     Engine,
     LocalEngine,
+    Run,
     Screen,
     Signals,
-    nothing_more,
+    number,
     train_all,
 )
 
 if TYPE_CHECKING:
     from wellposed.train.sweep.cluster import Resources
 
-_SPEED = ("images_per_second", "seconds")
-COLUMNS = ("run", "recipe", "seed", "state", "accuracy", "best_accuracy", "loss", *_SPEED, "folder")
-GROUP_COLUMNS = ("recipe_accuracy_mean", "recipe_accuracy_std", "recipe_n")
-
-
-@dataclass(frozen=True)
-class Group:
-    """The finished runs of one recipe; ``std`` is the standard deviation of the sample, None for one run."""
-
-    recipe: str
-    n: int
-    mean: float | None
-    std: float | None
-
-
-def rows_of(children: Sequence[Child]) -> list[dict[str, Any]]:
-    """One mapping a run, under the names of :data:`COLUMNS`."""
-    return [_row(child) for child in children]
-
-
-def _row(child: Child) -> dict[str, Any]:
-    result = child.result or {}
-    last = result.get("test") or {}
-    measured = {
-        "accuracy": last.get("accuracy"),
-        "best_accuracy": best_accuracy(result),
-        "loss": last.get("loss"),
-    }
-    finished = child.state == "finished"
-    return {
-        "run": child.run.name,
-        "recipe": child.run.group,
-        "seed": child.run.recipe.seed,
-        "state": child.state,
-        **{name: progress.number(value) if finished else None for name, value in measured.items()},
-        **{name: progress.number(result.get(name)) for name in _SPEED},
-        "folder": str(child.run.folder),
-    }
-
-
-def groups(runs: Sequence[dict[str, Any]]) -> list[Group]:
-    """The recipes in their order, over the runs that finished.
-
-    >>> groups([{"recipe": "a", "accuracy": 0.5}, {"recipe": "a", "accuracy": 0.75},
-    ...         {"recipe": "a", "accuracy": None}])
-    [Group(recipe='a', n=2, mean=0.625, std=0.1767766952966369)]
-    """
-    found = []
-    for recipe in dict.fromkeys(run["recipe"] for run in runs):
-        values = [run["accuracy"] for run in runs if run["recipe"] == recipe and run["accuracy"] is not None]
-        mean = statistics.fmean(values) if values else None
-        found.append(Group(recipe, len(values), mean, statistics.stdev(values) if len(values) > 1 else None))
-    return found
-
-
-def summary_text(runs: Sequence[dict[str, Any]]) -> str:
-    """Both tables; the one over the seeds only where a recipe has several runs."""
-    lines = [("run", "state", "accuracy", "loss", "images/s", "time")]
-    for run in runs:
-        cells = (
-            _told(run["accuracy"], percent),
-            _told(run["loss"], short),
-            _told(run["images_per_second"], rate),
-            _told(run["seconds"], duration),
-        )
-        lines.append((run["run"], run["state"], *cells))
-    tables = [aligned(lines, right=(2, 3, 4, 5))]
-    found = groups(runs)
-    if len(found) < len(runs) and any(group.n for group in found):
-        over_seeds = [("recipe", "accuracy", "n")]
-        over_seeds += [(group.recipe, _mean_and_std(group), str(group.n)) for group in found]
-        tables.append(aligned(over_seeds, right=(1, 2)))
-        tables.append("accuracy: mean ± standard deviation of the sample over n finished runs")
-    return "\n\n".join(tables)
-
-
-def _mean_and_std(group: Group) -> str:
-    if group.mean is None:
-        return "-"
-    return percent(group.mean) + ("" if group.std is None else f" ± {percent(group.std)}")
-
-
-def _told(value: float | None, words: Any) -> str:
-    return "-" if value is None else str(words(value))
-
-
-def write_summary(runs: Sequence[dict[str, Any]], about: dict[str, Any], out: Path) -> None:
-    """Write ``sweep.csv``, one line a run, and ``sweep.json``, with what the sweep was asked."""
-    found = {group.recipe: group for group in groups(runs)}
-    rows_of = [
-        [*(run[name] for name in COLUMNS), group.mean, group.std, group.n]
-        for run in runs
-        for group in (found[run["recipe"]],)
-    ]
-    write_cells(out / "sweep.csv", [[*COLUMNS, *GROUP_COLUMNS], *rows_of])
-    content = {**about, "runs": list(runs), "recipes": [vars(group) for group in found.values()]}
-    write_json(out / "sweep.json", content)
-
-
-__all__ = ["Outcome", "run"]
+__all__ = ["Outcome", "Run", "run"]
 
 COMMAND = (sys.executable, "-m", "wellposed", "train")
 GPU_JOBS = 6
-"""Small models beside each other on one GPU: more gain little."""
+"""Small models side by side on one GPU: more gain little."""
 LOG_LINES = 15
 
 
@@ -167,7 +72,7 @@ def run(
     command: Sequence[str] = COMMAND,
     console: Console | None = None,
 ) -> Outcome:
-    """Train recipes beside each other and compare them.
+    """Train recipes side by side and compare them.
 
     Args:
         recipes: files, or folders that are searched with their subfolders.
@@ -180,6 +85,12 @@ def run(
         cluster: what each run gets of a Ray cluster, which then trains them; None trains on this machine.
         command: what is called with a recipe and ``--out FOLDER``.
         console: where to print.
+
+    Returns:
+        A mapping for each run, and the exit code.
+
+    Example:
+        ``run(["recipes/skip-ablation"], out="runs/ablation", seeds=[0, 1, 2])``
     """
     out, console = Path(out), console or Console()
     runs = plan(recipes, out=out, seeds=seeds, changes=changes)
@@ -189,15 +100,87 @@ def run(
     rows: list[dict[str, Any]] = []
 
     def save(children: Sequence[Child]) -> None:
-        rows.extend(rows_of(children))
+        rows.extend(map(_row, children))
         about = {"jobs": jobs, "seeds": seeds and list(seeds), "changes": dict(changes or {})}
         write_summary(rows, about, out)
 
     children, exit_code = train_runs(
         runs, out=out, jobs=jobs, cluster=cluster, command=command, console=console, at_end=save
     )
-    console.print(_closing(children, rows, out), markup=False, highlight=False, soft_wrap=True)
+    parts = [*failures(children), summary_text(rows)]
+    if any(child.state in ("waiting", "interrupted") for child in children):
+        parts.append("Not all runs have ended; the same command again continues with them.")
+    parts.append(f"written to {out}: sweep.csv, sweep.json")
+    _say(console, "\n" + "\n\n".join(parts))
     return Outcome(rows, exit_code)
+
+
+def plan(
+    sources: Iterable[str | Path],
+    *,
+    out: Path,
+    seeds: Sequence[int] | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> list[Run]:
+    """The runs of recipes and folders of recipes, with ``changes`` to all, one for each of the seeds."""
+    changes = changes or {}
+    if seeds is not None and "seed" in changes:
+        raise ValueError("expected seeds or a change of seed, got both; drop one of them.")
+    if seeds is not None and (not seeds or len(set(seeds)) < len(seeds)):
+        raise ValueError(f"seeds must be different numbers, got {list(seeds)}.")
+    files = find_recipes(sources, without=out)
+    runs = []
+    for group, recipe in zip(distinct_names(files), [_read(file, changes) for file in files], strict=True):
+        for seed in [None] if seeds is None else seeds:
+            name = group if seed is None else f"{group}-seed{seed}"
+            seeded = recipe if seed is None else dataclasses.replace(recipe, seed=seed)
+            runs.append(Run(name, group, seeded, out / name))
+    return runs
+
+
+def find_recipes(sources: Iterable[str | Path], *, without: Path) -> list[Path]:
+    """The files, and those in the folders and their subfolders; ``without`` is the sweep's own output."""
+    found: dict[Path, Path] = {}
+    for source in map(Path, sources):
+        files = [source]
+        if source.is_dir():
+            every = sorted(file for file in source.rglob("*") if file.suffix == SUFFIX)
+            files = [file for file in every if without.resolve() not in file.resolve().parents]
+            if not files:
+                raise ValueError(f"expected recipes in {source}, got none that end in {SUFFIX}.")
+        for file in files:
+            found.setdefault(file.resolve(), file)
+    if not found:
+        raise ValueError("expected recipes, or folders of them, got none.")
+    return list(found.values())
+
+
+def distinct_names(files: Sequence[Path]) -> list[str]:
+    """A name for each file: its own, with its folder's where several are called the same.
+
+    >>> distinct_names([Path("a/base.toml"), Path("b/base.toml"), Path("c/b/base.toml"), Path("b/svd.toml")])
+    ['a-base', 'b-base', 'b-base-2', 'svd']
+    """
+    # Some file systems take A and a for one.
+    shared = Counter(file.stem.casefold() for file in files)
+    names: dict[str, str] = {}
+    for file in files:
+        is_shared = shared[file.stem.casefold()] > 1
+        name = first = f"{file.resolve().parent.name}-{file.stem}" if is_shared else file.stem
+        number = 2
+        while name.casefold() in names:
+            name = f"{first}-{number}"
+            number += 1
+        names[name.casefold()] = name
+    return list(names.values())
+
+
+def _read(file: Path, changes: Mapping[str, Any]) -> Recipe:
+    values = read_recipe(file)
+    try:
+        return combine(values, changes)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{file}: {error}") from error
 
 
 def train_runs(
@@ -208,33 +191,57 @@ def train_runs(
     command: Sequence[str],
     console: Console,
     cluster: "Resources | None" = None,
-    ended: Callable[[Run], Sequence[Run]] = nothing_more,
     at_end: Callable[[Sequence[Child]], None] = lambda children: None,
 ) -> tuple[list[Child], int]:
-    """Train runs beside each other, the longest first; what became of them, and an exit code.
+    """Train runs side by side; what became of them, and an exit code.
 
     Args:
         runs: whose folders are in ``out``.
         out: locked meanwhile.
         jobs: runs at a time.
         command: as of :func:`run`.
-        cluster: as of :func:`run`.
         console: where to print.
-        ended: called with each run that ended, well or not, and with those that had finished before; it tells
-            the runs that had waited for it. It must not take long: no run is started meanwhile.
+        cluster: as of :func:`run`.
         at_end: called while the folder is still locked and signals wait.
     """
     out.mkdir(parents=True, exist_ok=True)
     with alone_in(out) as lock:
-        write_recipes(runs)
+        for each in runs:
+            _require_same(each)
+        for each in runs:
+            write_recipe(each.recipe, each.recipe_file)
         children = [Child.of(each) for each in runs]
-        console.print(_opening(children, jobs, out), markup=False, highlight=False, soft_wrap=True)
+        done = sum(child.state == "finished" for child in children)
+        finished = f", {done} of them finished before" if done else ""
+        count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+        _say(console, f"{count}{finished}, {min(jobs, len(runs))} at a time, in {out}")
         # Ray takes SIGTERM when it connects, so the sweep takes its signals after that.
         with _engine(runs, jobs, command, lock, cluster, console) as engine, Signals() as signals:
-            with Screen(console, children) as screen:
-                train_all(children, jobs=jobs, engine=engine, signals=signals, show=screen.show, ended=ended)
+            screen = Screen(console, children)
+            with screen.live or contextlib.nullcontext():
+                train_all(children, jobs=jobs, engine=engine, signals=signals, show=screen.show)
             at_end(children)
-    return children, _exit_code(children, signals.received)
+    if all(child.state == "finished" for child in children):
+        return children, 0
+    return children, 1 if signals.received is None else 128 + signals.received
+
+
+def _require_same(run: Run) -> None:
+    """An old result must not pass for one of a recipe that has changed since."""
+    trained = run.folder.is_dir() and any(path.name != LOG for path in run.folder.iterdir())
+    if not trained or not run.recipe_file.exists():
+        return
+    before = combine(read_recipe(run.recipe_file), {})
+    changed = [
+        f"{field.name} was {getattr(before, field.name)!r}, now {getattr(run.recipe, field.name)!r}"
+        for field in dataclasses.fields(Recipe)
+        if not field.metadata["free"] and getattr(before, field.name) != getattr(run.recipe, field.name)
+    ]
+    if changed:
+        raise ValueError(
+            f"{run.folder} holds a run of another recipe: {'; '.join(changed)}. "
+            "Choose another --out, or delete the folder."
+        )
 
 
 @contextlib.contextmanager
@@ -254,12 +261,12 @@ def _engine(
     with connected():
         engine = RayEngine(command, cluster, may_use_gpu=_may_use_gpu(runs))
         for note in engine.notes:
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
+            _say(console, note)
         yield engine
 
 
 def default_jobs(runs: Sequence[Run]) -> int:
-    """How many runs to have beside each other, without loading torch to see what there is."""
+    """How many runs to have side by side, without loading torch to see what there is."""
     return GPU_JOBS if _may_use_gpu(runs) and gpu_is_there(os.environ) else 1
 
 
@@ -283,28 +290,8 @@ def child_environment(jobs: int, environment: Mapping[str, str]) -> dict[str, st
     """The environment of a run; several at a time share the cores."""
     made = {"PYTHONUNBUFFERED": "1", **environment}
     if jobs > 1:
-        made.setdefault("OMP_NUM_THREADS", str(max(1, cores() // jobs)))
+        made.setdefault("OMP_NUM_THREADS", str(max(1, (usable_cores() or 1) // jobs)))
     return made
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _opening(children: Sequence[Child], jobs: int, out: Path) -> str:
-    done = sum(child.state == "finished" for child in children)
-    finished = f", {done} of them finished before" if done else ""
-    runs = "1 run" if len(children) == 1 else f"{len(children)} runs"
-    return f"{runs}{finished}, {min(jobs, len(children))} at a time, in {out}"
-
-
-def _closing(children: Sequence[Child], rows: list[dict[str, Any]], out: Path) -> str:
-    parts = [*failures(children), summary_text(rows)]
-    if any(child.state in ("waiting", "interrupted") for child in children):
-        parts.append("Not all runs have ended; the same command again goes on with them.")
-    parts.append(f"written to {out}: sweep.csv, sweep.json")
-    return "\n" + "\n\n".join(parts)
 
 
 def failures(children: Sequence[Child]) -> list[str]:
@@ -313,11 +300,93 @@ def failures(children: Sequence[Child]) -> list[str]:
     for child in children:
         if child.reason:
             said = "\n".join(f"  {line}" for line in child.last_lines(LOG_LINES)) or "  (nothing)"
-            parts.append(f"{child.run.title} {child.state}: {child.reason}. The end of its log:\n{said}")
+            parts.append(f"{child.run.name} {child.state}: {child.reason}. The end of its log:\n{said}")
     return parts
 
 
-def _exit_code(children: Sequence[Child], received: int | None) -> int:
-    if all(child.state == "finished" for child in children):
-        return 0
-    return 1 if received is None else 128 + received
+_SPEED = ("images_per_second", "seconds")
+COLUMNS = ("run", "recipe", "seed", "state", "accuracy", "best_accuracy", "loss", *_SPEED, "folder")
+GROUP_COLUMNS = ("recipe_accuracy_mean", "recipe_accuracy_std", "recipe_n")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The finished runs of one recipe; ``std`` is the standard deviation of the sample, None for one run."""
+
+    recipe: str
+    n: int
+    mean: float | None
+    std: float | None
+
+
+def _row(child: Child) -> dict[str, Any]:
+    """Of one run, under the names of :data:`COLUMNS`."""
+    result = child.result or {}
+    last = result.get("test") or {}
+    measured = (last.get("accuracy"), best_accuracy(result), last.get("loss"))
+    finished = child.state == "finished"
+    values = (
+        child.run.name,
+        child.run.group,
+        child.run.recipe.seed,
+        child.state,
+        *(number(value) if finished else None for value in measured),
+        *(number(result.get(name)) for name in _SPEED),
+        str(child.run.folder),
+    )
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def groups(runs: Sequence[dict[str, Any]]) -> list[Group]:
+    """The recipes in their order, over the runs that finished.
+
+    >>> groups([{"recipe": "a", "accuracy": 0.5}, {"recipe": "a", "accuracy": 0.75},
+    ...         {"recipe": "a", "accuracy": None}])
+    [Group(recipe='a', n=2, mean=0.625, std=0.1767766952966369)]
+    """
+    found = []
+    for recipe in dict.fromkeys(run["recipe"] for run in runs):
+        values = [run["accuracy"] for run in runs if run["recipe"] == recipe and run["accuracy"] is not None]
+        mean = statistics.fmean(values) if values else None
+        found.append(Group(recipe, len(values), mean, statistics.stdev(values) if len(values) > 1 else None))
+    return found
+
+
+def summary_text(runs: Sequence[dict[str, Any]]) -> str:
+    """Both tables; the one over the seeds only where a recipe has several runs."""
+    words: dict[str, Callable[[float], str]] = {
+        "accuracy": percent,
+        "loss": short,
+        "images_per_second": rate,
+        "seconds": duration,
+    }
+    lines = [("run", "state", "accuracy", "loss", "images/s", "time")]
+    for run in runs:
+        cells = ("-" if run[name] is None else say(run[name]) for name, say in words.items())
+        lines.append((run["run"], run["state"], *cells))
+    tables = [aligned(lines, right=(2, 3, 4, 5))]
+    found = groups(runs)
+    if len(found) < len(runs) and any(group.n for group in found):
+        over_seeds = [("recipe", "accuracy", "n")]
+        for group in found:
+            spread = "" if group.std is None else f" ± {percent(group.std)}"
+            mean = "-" if group.mean is None else percent(group.mean) + spread
+            over_seeds.append((group.recipe, mean, str(group.n)))
+        tables.append(aligned(over_seeds, right=(1, 2)))
+        tables.append("accuracy: mean ± standard deviation of the sample over n finished runs")
+    return "\n\n".join(tables)
+
+
+def write_summary(runs: Sequence[dict[str, Any]], about: dict[str, Any], out: Path) -> None:
+    """Write ``sweep.csv``, one line a run, and ``sweep.json``, with what the sweep was asked."""
+    found = {group.recipe: group for group in groups(runs)}
+    lines = [
+        [*run.values(), group.mean, group.std, group.n] for run in runs for group in (found[run["recipe"]],)
+    ]
+    write_cells(out / "sweep.csv", [[*COLUMNS, *GROUP_COLUMNS], *lines])
+    content = {**about, "runs": list(runs), "recipes": [vars(group) for group in found.values()]}
+    write_json(out / "sweep.json", content)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wellposed.train.sweep.plan import LOG, Run
+from wellposed.train.sweep.processes import LOG, Run
 
 POLL_SECONDS = 0.2
 

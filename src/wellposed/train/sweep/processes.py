@@ -1,8 +1,8 @@
-"""How far a run is, from the lines that its ``run.jsonl`` gets.
+"""Runs as processes side by side: started, followed by what they write, stopped when the sweep is.
 
-Runs as child processes: so many beside each other, told to save and end when the sweep is told to.
-
-What people see while a sweep goes on: a table in a terminal, a line for each change in a log file.
+Each trains one recipe in its own folder, here or elsewhere (an :class:`Engine`). How far it is comes from the
+lines that its ``run.jsonl`` gets. A terminal shows a table of the runs; a log file gets a line for each
+change.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal, Protocol
 
 from rich.console import Console
@@ -24,91 +24,33 @@ from rich.table import Table
 from rich.text import Text
 
 from wellposed.files import parse_json, read_bytes
-from wellposed.train.reporter import duration, percent, rate
-from wellposed.train.sweep.plan import LOG, Run, work, write_recipes
+from wellposed.train.recipe import Recipe
+from wellposed.train.screen import duration, percent, rate
+
+LOG = "log.txt"
+"""In a run's folder: all that the run printed."""
 
 
-class Progress:
-    """The newest numbers of a run; :meth:`refresh` reads what was added since the last time.
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep.
 
-    Attributes:
-        update: updates done.
-        updates: updates in all, None until the run has said it.
-        accuracy: of the last test.
-        rate: images a second.
+    Args:
+        name: of its folder and its recipe file.
+        group: the name without the seed; runs of a group are compared as one.
+        recipe: what is trained.
+        folder: where it is trained.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._file, self._position, self._rest = file, 0, b""
-        self.update: int | None = None
-        self.updates: int | None = None
-        self.accuracy: float | None = None
-        self.rate: float | None = None
+    name: str
+    group: str
+    recipe: Recipe
+    folder: Path
 
-    def refresh(self) -> None:
-        """Read the new lines. One that is not whole yet waits for its end, one that is torn is left out."""
-        try:
-            with self._file.open("rb") as file:
-                file.seek(self._position)
-                added = file.read()
-        except OSError:
-            # Not there yet, or not to be had just now: the next time will tell.
-            return
-        self._position += len(added)
-        *lines, self._rest = (self._rest + added).split(b"\n")
-        for line in lines:
-            self._take(_values(line))
-
-    def seconds_left(self, batch_size: int) -> float | None:
-        """At the present rate."""
-        if self.update is None or self.updates is None or not self.rate:
-            return None
-        return max(self.updates - self.update, 0) * batch_size / self.rate
-
-    def _take(self, values: dict[str, Any]) -> None:
-        event, update = values.get("event"), number(values.get("update"))
-        if update is not None:
-            self.update = int(update)
-        updates = number(values.get("updates"))
-        if updates is not None:
-            self.updates = int(updates)
-        if event == "train":
-            self.rate = number(values.get("images_per_second")) or self.rate
-        elif event == "test":
-            self.accuracy = number(values.get("accuracy"))
-
-
-def read_result(folder: Path) -> dict[str, Any]:
-    """What the run's ``result.json`` says; empty if there is none that can be read."""
-    try:
-        return _values(read_bytes(folder / "result.json"))
-    except OSError:
-        return {}
-
-
-def is_finished(result: Mapping[str, Any]) -> bool:
-    """Whether a ``result.json`` is that of a run that came to its end."""
-    return bool(result.get("status", "finished" if result.get("finished") else "") == "finished")
-
-
-def _values(text: bytes) -> dict[str, Any]:
-    try:
-        values = parse_json(text)
-    except ValueError:
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def number(value: Any) -> float | None:
-    """The value if it is a finite number, else None."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
-
-
-State = Literal["waiting", "queued", "running", "finished", "interrupted", "nonfinite", "failed"]
-POLL_SECONDS = 0.1
-NONFINITE, TERMINATED = 3, 128 + signal.SIGTERM
-"""Exit codes of ``wellposed train``."""
+    @property
+    def recipe_file(self) -> Path:
+        """Next to the folder, which belongs to the training process."""
+        return self.folder.with_name(f"{self.name}.toml")
 
 
 class Process(Protocol):
@@ -122,7 +64,7 @@ class Process(Protocol):
         """The exit code if it has ended; a ``ChildProcessError`` if it has none."""
 
     def terminate(self) -> None:
-        """Tell it to save and end."""
+        """Ask it to save and end."""
 
     def kill(self) -> None: ...
 
@@ -171,6 +113,86 @@ class LocalEngine:
             )
 
 
+class Progress:
+    """The newest numbers of a run; :meth:`refresh` reads what was added since the last time.
+
+    Attributes:
+        update: updates done.
+        updates: updates in all, None until the run has said it.
+        accuracy: of the last test.
+        rate: images a second.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._position = file, 0
+        self.update: float | None = None
+        self.updates: float | None = None
+        self.accuracy: float | None = None
+        self.rate: float | None = None
+
+    def refresh(self) -> None:
+        """Read the new lines. One that is not whole yet waits for its end, one that is torn is skipped."""
+        try:
+            with self._file.open("rb") as file:
+                file.seek(self._position)
+                added = file.read()
+        except OSError:  # not there yet, or cannot be read just now: read next time
+            return
+        added = added[: added.rfind(b"\n") + 1]
+        self._position += len(added)
+        for values in map(_values, added.splitlines()):
+            self.update = _either(values.get("update"), self.update)
+            self.updates = _either(values.get("updates"), self.updates)
+            if values.get("event") == "train":
+                self.rate = number(values.get("images_per_second")) or self.rate
+            elif values.get("event") == "test":
+                self.accuracy = number(values.get("accuracy"))
+
+    def seconds_left(self, batch_size: int) -> float | None:
+        """At the present rate."""
+        if self.update is None or self.updates is None or not self.rate:
+            return None
+        return max(self.updates - self.update, 0) * batch_size / self.rate
+
+
+def number(value: Any) -> float | None:
+    """The value if it is a finite number, else None."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
+
+
+def _either(value: Any, otherwise: float | None) -> float | None:
+    found = number(value)
+    return otherwise if found is None else found
+
+
+def _values(text: bytes) -> dict[str, Any]:
+    try:
+        values = parse_json(text)
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """What the run's ``result.json`` says; empty if there is none that can be read."""
+    try:
+        return _values(read_bytes(folder / "result.json"))
+    except (OSError, ValueError):
+        return {}
+
+
+def is_finished(result: Mapping[str, Any]) -> bool:
+    """Whether a ``result.json`` is that of a run that came to its end."""
+    return bool(result.get("status", "finished" if result.get("finished") else "") == "finished")
+
+
+State = Literal["waiting", "queued", "running", "finished", "interrupted", "nonfinite", "failed"]
+POLL_SECONDS = 0.1
+NONFINITE, TERMINATED = 3, 128 + signal.SIGTERM
+"""Exit codes of ``wellposed train``."""
+
+
 @dataclass
 class Child:
     """A run with its process, if it has one.
@@ -178,7 +200,7 @@ class Child:
     Attributes:
         reason: why it failed.
         result: what its ``result.json`` says.
-        started: when, on ``time.monotonic``.
+        asked_to_stop: by the sweep.
     """
 
     run: Run
@@ -186,8 +208,7 @@ class Child:
     state: State = "waiting"
     reason: str = ""
     result: dict[str, Any] | None = None
-    started: float = 0.0
-    told_to_stop: bool = False
+    asked_to_stop: bool = False
     process: Process | None = None
 
     @classmethod
@@ -200,23 +221,18 @@ class Child:
             child.progress.refresh()
         return child
 
+    @property
+    def is_live(self) -> bool:
+        return self.state in ("queued", "running")
+
     def start(self, engine: Engine) -> None:
-        """Start the process; if that cannot be, the run has failed and the others go on."""
+        """Start the process; if that cannot be, the run has failed and the others continue."""
         try:
             self.process = engine.start(self.run)
         except OSError as error:
             self.state, self.reason = "failed", f"could not be started: {error}"
         else:
-            self.state, self.started = "queued", time.monotonic()
-            self._begin()
-
-    def _begin(self) -> None:
-        if self.state == "queued" and self.process is not None and not self.process.is_queued:
-            self.state = "running"
-
-    @property
-    def is_live(self) -> bool:
-        return self.state in ("queued", "running")
+            self.state = "queued" if self.process.is_queued else "running"
 
     def poll(self) -> None:
         """Look how it is, and set the state if it has ended."""
@@ -228,12 +244,12 @@ class Child:
             return
         self.progress.refresh()
         if code is None:
-            self._begin()
+            self.state = "queued" if self.process.is_queued else "running"
             return
         self.result = read_result(self.run.folder)
         if code == 0 and is_finished(self.result):
             self.state = "finished"
-        elif self.told_to_stop or code in (TERMINATED, -signal.SIGTERM):
+        elif self.asked_to_stop or code in (TERMINATED, -signal.SIGTERM):
             self.state = "interrupted"
         elif code == NONFINITE:
             self.state, self.reason = "nonfinite", "a loss or gradient was not finite"
@@ -241,9 +257,9 @@ class Child:
             self.state, self.reason = "failed", _reason(code)
 
     def stop(self) -> None:
-        """Tell it to save and end."""
-        if self.process is not None and not self.told_to_stop:
-            self.told_to_stop = True
+        """Ask it to save and end."""
+        if self.process is not None and not self.asked_to_stop:
+            self.asked_to_stop = True
             self.process.terminate()
 
     def last_lines(self, count: int) -> list[str]:
@@ -292,81 +308,58 @@ class Signals:
         self.received = self.received or number
 
 
-def nothing_more(run: Run) -> Sequence[Run]:
-    """No run waits for this one."""
-    return ()
-
-
 def train_all(
-    children: list[Child],
-    *,
-    jobs: int,
-    engine: Engine,
-    signals: Signals,
-    show: Callable[[], None],
-    ended: Callable[[Run], Sequence[Run]] = nothing_more,
+    children: Sequence[Child], *, jobs: int, engine: Engine, signals: Signals, show: Callable[[], None]
 ) -> None:
     """Run all that wait, at most ``jobs`` at a time, until they have ended or a signal says to stop.
 
-    ``ended`` is called with each run that has ended and tells the runs that had waited for it; they are
-    added to ``children``.
+    The longest come first: a long one that starts last would leave the GPU nearly idle at the end. Of equals
+    the first seed does: the programs that it compiles are there for the others.
     """
-    waiting: list[Child] = []
-
-    def add(more: Sequence[Child]) -> None:
-        """Put them into the queue; those that had finished before may let others in."""
-        waiting.extend(child for child in more if child.state == "waiting")
-        waiting.sort(key=_turn)
-        for child in more:
-            if child.state == "finished":
-                go_on(child)
-
-    def go_on(child: Child) -> None:
-        followers = ended(child.run)
-        write_recipes(followers)
-        more = [Child.of(run) for run in followers]
-        children.extend(more)
-        add(more)
-
-    add(list(children))
-    running: list[Child] = []
+    waiting = [child for child in children if child.state == "waiting"]
+    waiting.sort(key=lambda child: (-work(child.run.recipe), child.run.recipe.seed))
+    live: list[Child] = []
     try:
-        while running or (waiting and signals.received is None):
-            while waiting and len(running) < jobs and signals.received is None:
+        while live or (waiting and signals.received is None):
+            while waiting and len(live) < jobs and signals.received is None:
                 child = waiting.pop(0)
                 child.start(engine)
-                if child.is_live:
-                    running.append(child)
-                else:
-                    go_on(child)
-            for child in running:
-                if signals.received is not None:
+                live += [child] * child.is_live
+            for child in live:
+                child.poll()  # first: one that has ended by itself was not interrupted
+                if child.is_live and signals.received is not None:
                     child.stop()
-                if signals.again and child.process is not None:
+                if child.is_live and signals.again and child.process is not None:
                     child.process.kill()
-                child.poll()
-                if not child.is_live and child.state != "interrupted":
-                    go_on(child)
-            running = [child for child in running if child.is_live]
+            live = [child for child in live if child.is_live]
             show()
-            if running:
+            if live:
                 time.sleep(POLL_SECONDS)
     finally:
         # Only after an error of the sweep itself are there any left.
-        for child in running:
+        for child in live:
             child.stop()
-        for child in running:
+        for child in live:
             if child.process is not None:
                 with contextlib.suppress(ChildProcessError):
                     child.process.wait()
 
 
-def _turn(child: Child) -> tuple[float, int]:
-    """The longest come first: a long one that starts last would leave the GPU nearly idle at the end.
+DIGITS, UNKNOWN = 1_400, 50_000
+"""Training images of the embedded set, and what a set counts as that would have to be opened to know."""
+USUAL_DEPTH = 12
 
-    Of equals the first seed does: the programs that it compiles are there for the others.
+
+def work(recipe: Recipe) -> float:
+    """Images that a run sees, times blocks: no more than an order of runs by how long they take.
+
+    >>> work(Recipe(data="cifar10:DIR", epochs=3)) > work(Recipe(data="cifar10:DIR", epochs=20, limit=5000))
+    True
     """
-    return -work(child.run.recipe), child.run.recipe.seed
+    images = DIGITS if recipe.data == "digits" else UNKNOWN
+    depth = recipe.model_options.get("depth", USUAL_DEPTH)
+    blocks = sum(depth) if isinstance(depth, (list, tuple)) else depth
+    return float(recipe.epochs * min(images, recipe.limit or images) * blocks)
 
 
 REFRESH_SECONDS = 0.5
@@ -381,43 +374,31 @@ _RIGHT = ("update", "accuracy", "images/s", "time left")
 
 
 class Screen:
-    """Shows the runs whenever :meth:`show` is called, also those that were added meanwhile.
+    """Shows the runs whenever :meth:`show` is called; the table not more often than the eye needs.
 
-    The table not more often than the eye needs.
+    Attributes:
+        live: the table in a terminal, to be entered; None where lines go into a log.
     """
 
     def __init__(self, console: Console, children: Sequence[Child]) -> None:
         self._console, self._children = console, children
-        self._live = (
-            Live(console=console, auto_refresh=False, transient=True) if console.is_interactive else None
-        )
+        is_table = console.is_interactive
+        self.live = Live(console=console, auto_refresh=False, transient=True) if is_table else None
         self._drawn = 0.0
-        self._told = {child.run.name: child.state for child in children}
-
-    def __enter__(self) -> "Screen":
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._shown = {child.run.name: child.state for child in children}
 
     def show(self) -> None:
-        if self._live is None:
-            self._tell_changes()
+        if self.live is None:
+            self._print_changes()
         elif time.monotonic() - self._drawn >= REFRESH_SECONDS:
-            self._live.update(as_table(self._children, rows=self._console.height - 6), refresh=True)
+            self.live.update(as_table(self._children, rows=self._console.height - 6), refresh=True)
             self._drawn = time.monotonic()
 
-    def _tell_changes(self) -> None:
+    def _print_changes(self) -> None:
         for child in self._children:
-            # Runs that waited for others are new here.
-            if child.state != self._told.get(child.run.name, "waiting"):
-                self._told[child.run.name] = child.state
-                parts = [f"{child.run.title}: {child.state}", *([child.reason] if child.reason else [])]
+            if child.state != self._shown[child.run.name]:
+                self._shown[child.run.name] = child.state
+                parts = [f"{child.run.name}: {child.state}", *([child.reason] if child.reason else [])]
                 if child.progress.accuracy is not None:
                     parts.append(f"accuracy {percent(child.progress.accuracy)}")
                 self._console.print(", ".join(parts), markup=False, highlight=False, soft_wrap=True)
@@ -430,11 +411,10 @@ def as_table(children: Sequence[Child], rows: int) -> Table:
     for title in ("run", "state", *_RIGHT):
         table.add_column(title, justify="right" if title in _RIGHT else "left", no_wrap=True)
     if len(children) > rows:
-        children = [child for child in children if child.state not in ("waiting", "queued", "finished")][
-            : max(rows, 1)
-        ]
+        quiet = ("waiting", "queued", "finished")
+        children = [child for child in children if child.state not in quiet][: max(rows, 1)]
     for child in children:
-        table.add_row(Text(child.run.title), Text(child.state, _STYLES.get(child.state, "")), *_cells(child))
+        table.add_row(Text(child.run.name), Text(child.state, _STYLES.get(child.state, "")), *_cells(child))
     return table
 
 

@@ -1,0 +1,142 @@
+"""What attention looks at: each block's and head's weights over an image, and rolled out."""
+
+import base64
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from wellposed.records import Record
+from wellposed.report.charts import Budget, Chart, Missing, Section, columns
+from wellposed.report.subjects import Material
+
+TITLE = "What attention looks at"
+MOST = 4
+"""Runs and diagnoses with pictures on one page."""
+
+_SIDE = 112  # of a picture, in pixels
+_RED = np.array([214.0, 39.0, 40.0])
+Array = np.ndarray[Any, Any]
+
+
+def attention_section(material: Material, budget: Budget) -> Section | Missing:
+    """In ``extra`` a strip of the blocks and one of the last block's heads; the weights in rows."""
+    shown = [subject for subject in material.subjects if subject.select("attention picture")]
+    drawn = [(subject, pictures_of(subject.records)) for subject in shown[:MOST]]
+    drawn = [(subject, pictures) for subject, pictures in drawn if pictures]
+    if not drawn:
+        return Missing(TITLE, "wellposed diagnose MODEL --images DIR --what attention --out DIR")
+    strips: list[dict[str, Any]] = []
+    rows: list[tuple[Any, ...]] = []
+    for subject, pictures in drawn:
+        last = max(record.block for record, _ in pictures if record.block is not None)
+        blocks = [(record, picture) for record, picture in pictures if record.head is None]
+        heads = [(r, picture) for r, picture in pictures if r.head is not None and r.block == last]
+        for what, some in (("blocks", blocks), (f"heads of block {last}", heads)):
+            if some:
+                steps = [{"label": _label(record), "src": picture} for record, picture in some]
+                strips.append({"name": f"{subject.name}, {what}", "steps": steps})
+        for record, _ in pictures:
+            top = max(range(len(record.curve)), key=record.curve.__getitem__)
+            row, column = divmod(top, record.shape[1])
+            where = (record.measure, record.block, record.head)
+            rows.append((subject.name, *where, max(record.curve), row, column, record.note))
+    chart = Chart(
+        columns=columns(
+            run="run",
+            measure="measure",
+            block="block",
+            head="head",
+            largest="largest weight",
+            row="in row",
+            column="in column",
+            note="note",
+        ),
+        rows=tuple(rows),
+        spec=None,
+        describe="The largest weight of each picture and the patch that has it.",
+    )
+    words = (
+        "Attention's weights over the patches of one image, red where they are large; each picture has its "
+        "own scale, from 0 to its largest weight. Rollout multiplies (A + I) / 2 over the blocks, with A the "
+        "mean over the heads.",
+    )
+    left = len(shown) - len(drawn)
+    thinned = f"{left} more have no pictures here, to keep the page small." if left > 0 else ""
+    return Section(
+        id="attention", title=TITLE, words=words, chart=chart, extra={"pictures": strips}, thinned=thinned
+    )
+
+
+def pictures_of(records: Sequence[Record]) -> list[tuple[Record, str]]:
+    """The records of attention over an image, each with its picture as a data URI."""
+    grey = next((record for record in records if record.measure == "image" and _is_whole(record)), None)
+    found = [r for r in records if r.measure.startswith("attention ") and _is_whole(r)]
+    return [(record, _png(overlay(record, grey))) for record in found]
+
+
+def overlay(record: Record, grey: Record | None) -> Array:
+    """The picture (H, W, 3) of a record, over the image in grey where there is one."""
+    weights = _scaled(np.asarray(record.curve).reshape(record.shape))
+    under = (
+        np.full_like(weights, 0.6) if grey is None else _scaled(np.asarray(grey.curve).reshape(grey.shape))
+    )
+    share = 0.8 * weights / max(float(weights.max()), np.finfo(np.float64).tiny)
+    light = 255 * (0.25 + 0.75 * under)[..., None]
+    return np.asarray((1 - share[..., None]) * light + share[..., None] * _RED)
+
+
+def save_attention(
+    records: Sequence[Record], path: str | Path, *, block: int | None = None, head: int | None = None
+) -> None:
+    """A figure of one picture, of rollout without a block; PNG, SVG or PDF by the path's ending."""
+    measure = "attention rollout" if block is None else "attention picture"
+    chosen = [r for r in records if (r.measure, r.block, r.head) == (measure, block, head) and _is_whole(r)]
+    if not chosen:
+        there = sorted({r.block for r in records if r.measure == "attention picture" and r.block is not None})
+        raise ValueError(
+            f"expected a picture of block {block}, head {head} in the records, which have blocks {there}; "
+            'wellposed.diagnose(model, images, what="attention") makes them.'
+        )
+    from wellposed.report.static import new_figure
+
+    grey = next((record for record in records if record.measure == "image"), None)
+    figure = new_figure()
+    figure.set_size_inches(3, 3.3)
+    plot = figure.subplots()
+    plot.imshow(overlay(chosen[0], grey).round().astype(np.uint8), interpolation="nearest")
+    plot.set_title(_label(chosen[0]) + ("" if head is None else f" of block {block}"), fontsize=9)
+    plot.set_axis_off()
+    figure.savefig(path, dpi=200)
+
+
+def _label(record: Record) -> str:
+    if record.measure == "attention rollout":
+        return "rollout"
+    return f"block {record.block}" if record.head is None else f"head {record.head}"
+
+
+def _is_whole(record: Record) -> bool:
+    """A file may be made by hand."""
+    sizes = [size for size in record.shape if isinstance(size, int) and size > 0]
+    return len(sizes) == 2 == len(record.shape) and sizes[0] * sizes[1] == len(record.curve)
+
+
+def _scaled(values: Array) -> Array:
+    """To about 112 pixels, each value a rectangle."""
+    longest = max(values.shape)
+    rows, columns = (max(1, round(_SIDE * size / longest)) for size in values.shape)
+    down = np.arange(rows) * values.shape[0] // rows
+    across = np.arange(columns) * values.shape[1] // columns
+    scaled: Array = np.asarray(values, np.float64)[down][:, across]
+    return scaled
+
+
+def _png(picture: Array) -> str:
+    image = Image.fromarray(picture.round().astype(np.uint8)).quantize(64)
+    file = io.BytesIO()
+    image.save(file, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

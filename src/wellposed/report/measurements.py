@@ -1,0 +1,432 @@
+"""Sections of bounds, Jacobian spectra, ranks, pictures of graying, and where it all came from."""
+
+from typing import Any
+
+from wellposed.graying_pictures import together
+from wellposed.records import VERDICTS
+from wellposed.report.charts import (
+    LOG_AXIS,
+    Budget,
+    Chart,
+    Missing,
+    Section,
+    columns,
+    distinct,
+    finite,
+    most_told,
+    picked,
+)
+from wellposed.report.heat_maps import NO_HEADS
+from wellposed.report.subjects import Material, isolated
+
+BOUNDS = "Measured against bound"
+
+
+def bounds_section(material: Material, budget: Budget) -> Section | Missing:
+    bounded = [
+        (subject, record)
+        for subject in material.subjects
+        for record in subject.records
+        if record.verdicts and finite(record.value) is not None and (budget.heads or record.head is None)
+    ]
+    if not bounded:
+        return Missing(BOUNDS, "wellposed diagnose MODEL --images DIR --what bounds --out DIR")
+    rows = tuple(
+        (
+            subject.name,
+            r.measure,
+            r.block,
+            "all" if r.head is None else str(r.head),
+            r.position,
+            r.value,
+            finite(r.bound),
+            *(map(finite, r.margins) if r.margins else (None, None)),
+            r.status,
+            *_counts(r.verdicts),
+        )
+        for subject, r in bounded
+    )
+    counts = [sum(column) for column in zip(*(row[10:] for row in rows), strict=True)]
+    told = ", ".join(f"{name} {count:,} times" for name, count in zip(VERDICTS, counts, strict=True) if count)
+    infinite = sum(row[6] is None for row in rows)
+    words = [
+        "Each point is a quantity whose condition number has an upper bound (Propositions 4.1 and 4.2 of "
+        "Always Skip Attention and their kin), as a median over images. Above the diagonal the bound holds; "
+        "the further above, the looser it is.",
+        f"Over images, windows and heads: {told}.",
+    ]
+    if any(record.status == "at least" for _, record in bounded):
+        words.append('Where the status is "at least", the arithmetic cannot tell a larger kappa from it.')
+    if infinite:
+        words.append(
+            f"{infinite} of {len(rows)} bounds are infinite (tokens or weights without full rank) and not "
+            "drawn."
+        )
+    thinned = "" if budget.heads else NO_HEADS
+    return Section(id="bounds", title=BOUNDS, words=tuple(words), chart=_chart(rows), thinned=thinned)
+
+
+def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
+    drawn = [value for row in rows if row[6] is not None for value in (row[5], row[6])]
+    # Room for the points at the edge.
+    ends = [min(drawn) / 3, max(drawn) * 3] if drawn else [1, 10]
+    verdicts = {name.replace(" ", "_"): name for name in VERDICTS}
+    scale = {"type": "log", "nice": False, "domain": ends}
+    return Chart(
+        columns=columns(
+            run="run",
+            measure="measure",
+            block="block",
+            head="head",
+            position="position",
+            measured="measured",
+            bound="bound",
+            margin="bound / measured, median",
+            smallest="smallest",
+            status="status of measured",
+            **verdicts,
+        ),
+        rows=rows,
+        spec={
+            "height": 320,
+            "layer": [
+                {
+                    "data": {"values": [{"end": ends[0]}, {"end": ends[1]}]},
+                    "mark": {"type": "line", "strokeDash": [4, 4], "color": "#888888", "tooltip": None},
+                    "encoding": {
+                        "x": {"field": "end", "type": "quantitative"},
+                        "y": {"field": "end", "type": "quantitative"},
+                    },
+                },
+                {
+                    "transform": [{"filter": {"field": "bound", "valid": True}}],
+                    "mark": {"type": "point", "filled": True, "opacity": 0.75, "size": 45},
+                    "encoding": {
+                        "x": {
+                            "field": "measured",
+                            "type": "quantitative",
+                            "scale": scale,
+                            "title": "measured kappa",
+                            "axis": dict(LOG_AXIS),
+                        },
+                        "y": {
+                            "field": "bound",
+                            "type": "quantitative",
+                            "scale": scale,
+                            "title": "bound",
+                            "axis": dict(LOG_AXIS),
+                        },
+                        "color": {"field": "measure", "type": "nominal", "title": None},
+                        "shape": {"field": "measure", "type": "nominal", "title": None},
+                        "tooltip": [
+                            {"field": name}
+                            for name in ("measure", "block", "head", "measured", "bound", "margin", "status")
+                        ],
+                    },
+                },
+            ],
+        },
+        describe="Scatter plot on logarithmic axes: measured kappa to the right, its bound upwards, and the "
+        "diagonal at which they are equal. The table below has the same numbers.",
+        choose="run",
+        choose_title="run",
+        chosen=most_told(rows),
+    )
+
+
+def _counts(verdicts: tuple[int, ...]) -> tuple[int, ...]:
+    if len(verdicts) != len(VERDICTS):
+        raise ValueError(f"expected counts of {', '.join(VERDICTS)}, got {len(verdicts)} numbers.")
+    return verdicts
+
+
+JACOBIAN = "Jacobian spectra"
+
+
+def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
+    rows: list[tuple[Any, ...]] = []
+    longest = 0
+    for subject in material.subjects:
+        for number, curve in enumerate(subject.jacobians):
+            longest = max(longest, len(curve.values))
+            for place, value in picked(curve.values, budget.curve):
+                share = place / (curve.points - 1) if curve.points > 1 else 0.0
+                rows.append(
+                    (
+                        curve.panel,
+                        curve.line or subject.name,
+                        subject.name,
+                        curve.eps,
+                        curve.image,
+                        number,
+                        share,
+                        value,
+                    )
+                )
+    if not rows and (extremes := _extremes(material)):
+        return _without_spectra(extremes)
+    if not rows:
+        return Missing(
+            JACOBIAN,
+            "wellposed diagnose MODEL --images DIR --what jacobian --out DIR; over eps, in a clone of the "
+            "repository: python -m studies jacobian-spectrum",
+        )
+    lines = distinct(row[1] for row in rows)
+    chart = Chart(
+        columns=columns(
+            panel="sub-block",
+            line="line",
+            run="run",
+            eps="eps",
+            image="image",
+            curve="-curve",
+            share="share of the singular values",
+            value="singular value / largest",
+        ),
+        rows=tuple(rows),
+        spec={
+            "height": 260,
+            "transform": [{"filter": {"field": "value", "gt": 0}}],
+            "mark": {"type": "line", "opacity": 0.85, "strokeWidth": 1.8},
+            "encoding": {
+                "x": {
+                    "field": "share",
+                    "type": "quantitative",
+                    "title": "share of the singular values, the largest first",
+                    "scale": {"domain": [0, 1]},
+                    "axis": {"format": ".0%"},
+                },
+                "y": {
+                    "field": "value",
+                    "type": "quantitative",
+                    "title": "singular value / largest",
+                    "scale": {"type": "log", "domain": [1e-8, 1], "clamp": True},
+                    "axis": dict(LOG_AXIS),
+                },
+                "color": {"field": "line", "type": "nominal", "title": None, "sort": lines},
+                "strokeDash": {"field": "line", "type": "nominal", "title": None, "sort": lines},
+                "detail": [{"field": "run"}, {"field": "curve"}],
+                "tooltip": [{"field": name} for name in ("line", "run", "eps", "image")],
+            },
+        },
+        describe="Singular values of a sub-block's Jacobian over the largest, falling from left to right on "
+        "a logarithmic axis; a flatter line is better conditioned. The table below has the same numbers.",
+        choose="panel",
+        choose_title="sub-block",
+    )
+    words = (
+        "Singular values of the Jacobian of a sub-block over its largest; a flatter line is better "
+        "conditioned. A pre-norm branch without its skip has singular values of zero, because LayerNorm "
+        "forgets the mean and the length of a token; values below 1e-8 are drawn at 1e-8.",
+    )
+    thinned = (
+        f"Of each spectrum (up to {longest} values) {budget.curve} are kept."
+        if longest > budget.curve
+        else ""
+    )
+    return Section(id="jacobian", title=JACOBIAN, words=words, chart=chart, thinned=thinned)
+
+
+def _extremes(material: Material) -> list[tuple[Any, ...]]:
+    """Of Jacobians too large for a whole spectrum, of which the ends alone were computed."""
+    return [
+        (subject.name, r.block, r.module, r.position, r.measure, finite(r.value), r.status, r.estimator)
+        for subject in material.subjects
+        for r in subject.records
+        if r.measure.startswith("jacobian ")
+    ]
+
+
+def _without_spectra(rows: list[tuple[Any, ...]]) -> Section:
+    chart = Chart(
+        columns=columns(
+            run="run",
+            block="block",
+            module="module",
+            position="sub-block",
+            measure="measure",
+            value="value",
+            status="status",
+            estimator="estimator",
+        ),
+        rows=tuple(rows),
+        spec=None,
+        describe="Extreme singular values of the Jacobians.",
+        table_open=True,
+    )
+    words = (
+        "The largest and the smallest singular value of the Jacobian of a sub-block. It is too large to "
+        "compute all of them; density=True of wellposed.probes.jacobian_spectrum estimates their "
+        "distribution, and smaller images have a whole spectrum.",
+    )
+    return Section(id="jacobian", title=JACOBIAN, words=words, chart=chart)
+
+
+REST = "Other measurements"
+_ELSEWHERE = (
+    "kappa",
+    "entropy",
+    "spectrum",
+    "rank deficient",
+    "image",
+    "attention picture",
+    "attention rollout",
+)
+
+
+def rest_section(material: Material, budget: Budget) -> Section | None:
+    """A table alone; None if there is nothing for it."""
+    rows: list[tuple[Any, ...]] = [
+        (
+            subject.name,
+            r.measure,
+            r.block,
+            r.position,
+            finite(r.value),
+            r.status,
+            finite(r.low),
+            finite(r.high),
+            r.images or None,
+            r.estimator,
+            r.note,
+        )
+        for subject in material.subjects
+        for r in subject.records
+        if r.measure not in _ELSEWHERE
+        and not r.verdicts
+        and r.head is None
+        and not r.measure.startswith("kappa ")
+    ]
+    if not rows:
+        return None
+    chart = Chart(
+        columns=columns(
+            run="run",
+            measure="measure",
+            block="block",
+            position="position",
+            value="value",
+            status="status",
+            low="low",
+            high="high",
+            images="images",
+            estimator="estimator",
+            note="note",
+        ),
+        rows=tuple(rows),
+        spec=None,
+        describe="Measurements that no chart shows.",
+    )
+    words = (
+        "Ranks, norms and mean of the tokens, spectra of weights, gradients by block, extreme singular "
+        "values of Jacobians, the neural tangent kernel.",
+    )
+    return Section(id="rest", title=REST, words=words, chart=chart)
+
+
+GRAYING = "What graying does to an image"
+_TITLES = {"spectral": "Spectral", "svd": "SVD", "dct": "DCT"}
+
+
+def graying_section(material: Material, budget: Budget) -> Section | Missing:
+    """Rows of numbers, and in ``extra`` a picture for each image and eps."""
+    grays_first = sorted(material.subjects, key=lambda subject: "graying" not in " ".join(subject.edits))
+    shown = material.graying or together([each.graying for each in grays_first if each.graying])
+    if shown is None:
+        return Missing(GRAYING, "wellposed report RUN_OR_DIAGNOSIS... --images DIR")
+    rows: list[tuple[Any, ...]] = []
+    pictures: list[dict[str, Any]] = []
+    for image in shown.images:
+        steps = [{"label": "before", "src": image.picture}]
+        for step in image.grayed:
+            before = (image.kappa, image.status)
+            rows.append((image.name, shown.method, step.eps, *before, step.kappa, step.status, step.change))
+            steps.append({"label": f"eps {step.eps:g}", "src": step.picture})
+            steps.append({"label": f"difference, eps {step.eps:g}", "src": step.difference})
+        pictures.append({"name": image.name, "steps": steps})
+    chart = Chart(
+        columns=columns(
+            image="image",
+            method="method",
+            eps="eps",
+            before="kappa before",
+            before_status="status before",
+            after="kappa after",
+            after_status="status after",
+            change="largest change of a pixel",
+        ),
+        rows=tuple(rows),
+        spec=None,
+        describe="Condition numbers of the patch matrices before and after graying.",
+    )
+    words = (
+        f"{_TITLES.get(shown.method, shown.method)} graying of the pixel patches ({shown.patch} x "
+        f"{shown.patch}), shown on {shown.source}. After graying, values outside 0 to 1 are cut off for the "
+        "picture. In a difference, grey is no change, and black and white are the largest change of that "
+        "image, which the table has.",
+    )
+    extra = {"pictures": pictures}
+    return Section(id="graying", title=GRAYING, words=words, chart=chart, extra=extra)
+
+
+PROVENANCE = "Provenance"
+_FIRST = (
+    "command",
+    "commit",
+    "time",
+    "data",
+    "seed",
+    "model",
+    "weights",
+    "device",
+    "packages",
+    "measured on",
+)
+_MOST_NAMES = 4
+
+
+def _rank(field: str) -> tuple[int, int]:
+    """What a reader looks for first comes first; the fields of recipes last."""
+    known = _FIRST.index(field) if field in _FIRST else len(_FIRST)
+    return int(field.startswith("recipe: ")), known
+
+
+def _names(names: list[str], count: int) -> str:
+    if len(names) == count > 1:
+        return "all"
+    left = len(names) - _MOST_NAMES
+    shown = names if len(names) == 1 else [isolated(name) for name in names[:_MOST_NAMES]]
+    return "; ".join(shown) + (f" and {left} more" if left > 0 else "")
+
+
+def provenance_section(material: Material, budget: Budget) -> Section:
+    """One row for each value of a field, with those that share it."""
+    subjects = material.subjects
+    rows: list[tuple[Any, ...]] = []
+    told = {
+        each.name: {"measured on": each.measured_on, **each.provenance}
+        if each.measured_on
+        else each.provenance
+        for each in subjects
+    }
+    fields = distinct(key for of_subject in told.values() for key in of_subject)
+    for field in sorted(fields, key=_rank):
+        by_value: dict[str, list[str]] = {}
+        for name, of_subject in told.items():
+            if field in of_subject:
+                by_value.setdefault(of_subject[field], []).append(name)
+        rows += [(_names(names, len(subjects)), field, value) for value, names in by_value.items()]
+    notes = distinct(note for subject in subjects for note in subject.notes)
+    for note in notes:
+        rows.append(
+            (_names([each.name for each in subjects if note in each.notes], len(subjects)), "note", note)
+        )
+    chart = Chart(
+        columns=columns(run="run", field="field", value="value"),
+        rows=tuple(rows),
+        spec=None,
+        describe="What each run and diagnosis was made with.",
+        table_open=True,
+    )
+    words = ("How each number was made, as its record says it. A value that several share is shown once.",)
+    return Section(id="provenance", title=PROVENANCE, words=words, chart=chart)

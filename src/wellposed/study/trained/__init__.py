@@ -1,1 +1,0 @@
-"""Studies whose result is what training gives: grids of recipes."""
