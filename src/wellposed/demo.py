@@ -55,11 +55,11 @@ COMMON: Mapping[str, Any] = {
 }
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     PLAIN: {},
-    NO_FFN: {"remove_skips": "ffn"},
-    NO_ATTENTION: {"remove_skips": "attention"},
-    "grayed-spectral-0.7": {"graying": "spectral", "eps": 0.7},
-    "grayed-dct-0.95": {"graying": "dct", "eps": 0.95},
-    "cb": {"broadcast": "cb"},
+    NO_FFN: {"edits": ["remove_skips which=ffn"]},
+    NO_ATTENTION: {"edits": ["remove_skips which=attention"]},
+    "grayed-spectral-0.7": {"edits": ["gray_tokens eps=0.7"]},
+    "grayed-dct-0.95": {"edits": ["gray_tokens method=dct eps=0.95"]},
+    "cb": {"edits": ["broadcast_context"]},
 }
 
 

@@ -84,9 +84,9 @@ def diagnose(
     edit: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FIELD=VALUE",
-            help="Edit a model by name as training does, such as graying=spectral, eps=0.7 or "
-            "remove_skips=attention; may be repeated.",
+            metavar="'EDIT ARGUMENT=VALUE ...'",
+            help="Edit a model by name as training does, such as 'gray_tokens eps=0.7' or "
+            "'remove_skips which=attention'; may be repeated.",
         ),
     ] = None,
     compare: Annotated[
@@ -96,9 +96,14 @@ def diagnose(
             help="Measure this too, unedited, or read what --out has written, and print both side by side.",
         ),
     ] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print every record as JSON instead of tables.")
+    ] = False,
 ) -> None:
     """Measure how ill-conditioned a model or a training run is, and print the worst blocks first."""
     with plain_errors():
+        if json_output and compare is not None:
+            raise ValueError("expected --json or --compare, got both; print the JSON of each on its own.")
         import wellposed
         from wellposed import diagnosing
         from wellposed.environment import environment
@@ -137,13 +142,15 @@ def diagnose(
         if compare is not None:
             other = diagnosing.kept_diagnosis(compare) or measured(target_of(compare, {}))
         diagnosis = measured(target_of(model, options.edits(edit or ())))
-        typer.echo(str(diagnosis))
+        typer.echo(diagnosis.to_json() if json_output else str(diagnosis), nl=not json_output)
         if other is not None:
             assert compare is not None
             typer.echo(f"\n{diagnosis.compare(other, (model, compare))}")
         if out is not None:
             diagnosis.save(out)
-            typer.echo(f"\nwritten to {out}: diagnosis.csv, diagnosis.json, diagnosis.html")
+            typer.echo(
+                err=json_output, message=f"\nwritten to {out}: diagnosis.csv, diagnosis.json, diagnosis.html"
+            )
 
 
 def _refuse_for_a_run(given: dict[str, Any]) -> None:

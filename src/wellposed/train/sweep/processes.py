@@ -1,4 +1,4 @@
-"""Runs as processes beside each other: started, followed by what they write, stopped when the sweep is.
+"""Runs as processes side by side: started, followed by what they write, stopped when the sweep is.
 
 Each trains one recipe in its own folder, here or elsewhere (an :class:`Engine`). How far it is comes from the
 lines that its ``run.jsonl`` gets. A terminal shows a table of the runs; a log file gets a line for each
@@ -136,7 +136,7 @@ class Progress:
             with self._file.open("rb") as file:
                 file.seek(self._position)
                 added = file.read()
-        except OSError:  # not there yet, or not to be had just now: the next time will tell
+        except OSError:  # not there yet, or cannot be read just now: read next time
             return
         added = added[: added.rfind(b"\n") + 1]
         self._position += len(added)
@@ -326,11 +326,11 @@ def train_all(
                 child.start(engine)
                 live += [child] * child.is_live
             for child in live:
-                if signals.received is not None:
+                child.poll()  # first: one that has ended by itself was not interrupted
+                if child.is_live and signals.received is not None:
                     child.stop()
-                if signals.again and child.process is not None:
+                if child.is_live and signals.again and child.process is not None:
                     child.process.kill()
-                child.poll()
             live = [child for child in live if child.is_live]
             show()
             if live:
@@ -346,7 +346,7 @@ def train_all(
 
 
 DIGITS, UNKNOWN = 1_400, 50_000
-"""Training images of the embedded set, and what a set counts as that would have to be opened to tell."""
+"""Training images of the embedded set, and what a set counts as that would have to be opened to know."""
 USUAL_DEPTH = 12
 
 
