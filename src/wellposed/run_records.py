@@ -64,7 +64,7 @@ class RunLog:
 def read_run(folder: str | Path) -> list[dict[str, Any]]:
     """The lines of a run that count, in order.
 
-    Lines that a resume or a rollback has superseded are left out. A line that was cut off by a kill appears
+    Lines that a resume or a rollback has superseded are skipped. A line that was cut off by a kill appears
     as ``{"event": "torn", "line": its number}``.
     """
     path = Path(folder) / NAME
@@ -148,8 +148,8 @@ def best_accuracy(summary: Mapping[str, Any]) -> float | None:
     (0.75, None)
     """
     best = summary.get("best") or {}
-    told = (best.get("accuracy"), best.get("ema_accuracy"))
-    return max((value for value in told if isinstance(value, (int, float))), default=None)
+    found = (best.get("accuracy"), best.get("ema_accuracy"))
+    return max((value for value in found if isinstance(value, (int, float))), default=None)
 
 
 def _of(lines: Sequence[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
@@ -161,8 +161,8 @@ def _best(tested: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 def _without(line: Mapping[str, Any] | None, *names: str) -> dict[str, Any] | None:
-    left_out = ("event", "time", "seconds", *names)
-    return None if line is None else {key: value for key, value in line.items() if key not in left_out}
+    without = ("event", "time", "seconds", *names)
+    return None if line is None else {key: value for key, value in line.items() if key not in without}
 
 
 def _worst_kappas(line: Mapping[str, Any]) -> dict[str, float]:
@@ -187,9 +187,9 @@ def _first_and_last(measured: Sequence[Mapping[str, float]]) -> dict[str, dict[s
     for values in measured:
         for name in values:
             if not name.endswith(AT_LEAST):
-                told = found.setdefault(name, _of_one("first", values, name))
-                told.pop(f"last{AT_LEAST}", None)
-                told |= _of_one("last", values, name)
+                one = found.setdefault(name, _of_one("first", values, name))
+                one.pop(f"last{AT_LEAST}", None)
+                one |= _of_one("last", values, name)
     return found
 
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 import wellposed as wp
 from wellposed.image_files import decode
-from wellposed.train import durable
-from wellposed.train import durable as folder_swap
+from wellposed.train import checkpoint as durable
+from wellposed.train import checkpoint as folder_swap
 from wellposed.train.export import FIRST_LOCAL_DIR, Exported, export_weights
 from wellposed.train.recipe import Recipe, combine, read_recipe
 

@@ -134,8 +134,8 @@ def test_recipes_do_not_share_their_options() -> None:
     ("values", "says"),
     [
         ({"pretrained": True, "start_from": "runs/mae"}, "expected pretrained or start_from, got both"),
-        ({"pretrained": True, "init": "xavier"}, "init=xavier would draw anew what pretrained loads"),
-        ({"start_from": "runs/mae", "init": "xavier"}, "init=xavier would draw anew what start_from loads"),
+        ({"pretrained": True, "init": "xavier"}, "init=xavier would draw again what pretrained loads"),
+        ({"start_from": "runs/mae", "init": "xavier"}, "init=xavier would draw again what start_from loads"),
     ],
 )
 def test_one_start_only(values, says) -> None:

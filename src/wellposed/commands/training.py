@@ -25,7 +25,7 @@ def train(
         typer.Argument(metavar="[RECIPE]", help="A .toml file; the options go over what it says."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run; one that holds an interrupted run goes on.")
+        Path | None, typer.Option(help="Folder of the run; one that holds an interrupted run is resumed.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete what is in --out first.")] = False,
     dry_run: Annotated[
@@ -37,7 +37,7 @@ def train(
     """Train a model, with or without edits. Without any option: a small ViT on handwritten digits.
 
     These are the options that most runs need; --help-all shows all of them.
-    Exit code: 0 finished, 143 stopped by SIGTERM (run again to go on), 3 not finite, 1 error.
+    Exit code: 0 finished, 143 stopped by SIGTERM (run again to resume), 3 not finite, 1 error.
     """
     with plain_errors(has_file=recipe is not None):
         made = combine({} if recipe is None else read_recipe(recipe), options.values(flags))
@@ -59,7 +59,7 @@ _EXIT_CODES = {"finished": 0, "nonfinite": 3, "terminated": 143}
 def sweep(
     recipes: Annotated[list[Path], typer.Argument(help="Recipes, or folders of them.")],
     jobs: Annotated[
-        int | None, typer.Option(min=1, help=r"Runs beside each other. \[default: 6 on a GPU, else 1]")
+        int | None, typer.Option(min=1, help=r"Runs at a time. \[default: 6 on a GPU, else 1]")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder with a folder for each run.")] = Path("runs/sweep"),
     seeds: Annotated[
@@ -80,9 +80,9 @@ def sweep(
         int | None, typer.Option(min=0, help=r"For a run whose node of the cluster dies. \[default: 3]")
     ] = None,
 ) -> None:
-    """Train several recipes beside each other, and compare them.
+    """Train several recipes, some at a time, and compare them.
 
-    Run again, it goes on where it stopped.
+    Run again, it resumes where it stopped.
     Exit code: 0 all finished, 1 one failed, 130 or 143 stopped by SIGINT or SIGTERM.
     """
     with plain_errors(has_file=True):
@@ -100,7 +100,7 @@ def sweep(
 
 
 def _cluster(engine: Engine, **given: float | None) -> dict[str, Any]:
-    """What the sweep is told of a cluster: nothing on this machine."""
+    """What the sweep needs of a cluster: nothing on this machine."""
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if engine == "ray":
         from wellposed.train.sweep.cluster import Resources
@@ -116,7 +116,7 @@ def pack(
     source: Annotated[str, typer.Argument(help="Data as for train: a folder, cifar10:DIR, hf:NAME, ...")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The .npz file to write.")],
     skip_unreadable: Annotated[
-        bool, typer.Option("--skip-unreadable", help="Leave out images that cannot be read.")
+        bool, typer.Option("--skip-unreadable", help="Skip images that cannot be read.")
     ] = False,
     holdout: Annotated[
         float, typer.Option(help="Share of the images to test on, where the set has no test split.")

@@ -86,7 +86,7 @@ def from_first(make: Callable[[], T], device: torch.device) -> T:
         try:
             box[0] = make()
         except Exception as error:
-            dist.broadcast_object_list([_told(error)], src=0, device=device)
+            dist.broadcast_object_list([_portable(error)], src=0, device=device)
             raise
     dist.broadcast_object_list(box, src=0, device=device)
     (made,) = box
@@ -95,7 +95,7 @@ def from_first(make: Callable[[], T], device: torch.device) -> T:
     return made  # type: ignore[return-value]
 
 
-def _told(error: Exception) -> Exception:
+def _portable(error: Exception) -> Exception:
     """The error in a form that surely gets to the other processes."""
     kind = type(error) if type(error) in (ValueError, TypeError, KeyError) else RuntimeError
     return kind(str(error))
@@ -182,8 +182,8 @@ _MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 def started_processes() -> int:
     """How many processes the launcher says that it has started; 1 without a launcher."""
-    told = (os.environ.get(name, "-1") for name in ("WORLD_SIZE", *_MPI))
-    return next((int(count) for count in told if int(count) >= 0), 1)
+    counts = (os.environ.get(name, "-1") for name in ("WORLD_SIZE", *_MPI))
+    return next((int(count) for count in counts if int(count) >= 0), 1)
 
 
 def require_accelerate() -> None:
@@ -214,7 +214,7 @@ def make_accelerator(recipe: Recipe, trackers: list[str], project: str | Path) -
         # Accelerate keeps the first accelerator's settings for the whole process.
         AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(
-        # Several processes without a GPU are one run only if Accelerate is told that they are on the CPU.
+        # Several processes without a GPU are one run only if Accelerate knows that they are on the CPU.
         cpu=recipe.device == "cpu" or (started_processes() > 1 and not torch.cuda.is_available()),
         mixed_precision="bf16" if recipe.precision == "bf16" else "no",
         log_with=trackers or None,

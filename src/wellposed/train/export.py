@@ -16,9 +16,7 @@ from wellposed.environment import without_secrets
 from wellposed.files import plain
 from wellposed.models import timm_architecture
 from wellposed.surgery.record import Edit, Edits
-from wellposed.train import durable
-from wellposed.train.checkpoint import file_hash
-from wellposed.train.durable import replaced
+from wellposed.train import checkpoint
 from wellposed.train.edits import calls, code_of
 from wellposed.train.recipe import Recipe, recipe_text
 
@@ -98,15 +96,15 @@ def export_weights(folder: Path, state: Mapping[str, Tensor], exported: Exported
     """
     recipe = dataclasses.replace(exported.recipe, data=without_secrets(exported.recipe.data))
     exported = dataclasses.replace(exported, recipe=recipe)
-    with replaced(folder) as staged:
-        durable.write_tensors(staged / WEIGHTS, state)
+    with checkpoint.replaced(folder) as staged:
+        checkpoint.write_tensors(staged / WEIGHTS, state)
         texts = {
-            "config.json": _config_text(exported, file_hash(staged / WEIGHTS)),
+            "config.json": _config_text(exported, checkpoint.file_hash(staged / WEIGHTS)),
             "README.md": model_card(exported),
             "recipe.toml": recipe_text(recipe),
         }
         for name, text in texts.items():
-            durable.write_bytes(staged / name, text.encode())
+            checkpoint.write_bytes(staged / name, text.encode())
 
 
 def timm_config(exported: Exported) -> dict[str, Any]:
@@ -312,15 +310,15 @@ def _recipe_table(recipe: Recipe) -> str:
 
 
 def _environment(environment: Mapping[str, Any]) -> str:
-    told = [f"{name} {version}" for name, version in environment.get("packages", {}).items()]
+    parts = [f"{name} {version}" for name, version in environment.get("packages", {}).items()]
     if "python" in environment:
-        told.insert(0, f"Python {environment['python']}")
+        parts.insert(0, f"Python {environment['python']}")
     devices = environment.get("devices") or [environment.get("cpu")]
     if any(devices):
         count = environment.get("processes", 1)
         processes = "1 process" if count == 1 else f"{count} processes"
-        told.append(f"{processes} on {', '.join(dict.fromkeys(map(str, devices)))}")
-    return f"Made with {', '.join(told)}." if told else ""
+        parts.append(f"{processes} on {', '.join(dict.fromkeys(map(str, devices)))}")
+    return f"Made with {', '.join(parts)}." if parts else ""
 
 
 def _cell(value: object) -> str:

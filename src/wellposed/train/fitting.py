@@ -28,7 +28,7 @@ from wellposed.probes.gray_images import COUNT, SIDE, gray_images, settings_of, 
 from wellposed.run_records import best_accuracy
 from wellposed.train.batches import make_batches
 from wellposed.train.batches.order import generators_kept
-from wellposed.train.checkpoint import Store
+from wellposed.train.checkpoint import Store, recover
 from wellposed.train.data import ImageData, UnreadableImageError
 from wellposed.train.distributed import (
     from_first,
@@ -39,7 +39,6 @@ from wellposed.train.distributed import (
     wait_for_all,
     world,
 )
-from wellposed.train.durable import recover
 from wellposed.train.export import Exported, Weights, export_weights
 from wellposed.train.loop import Loop, Status, first_test_images
 from wellposed.train.mae import MaskedAutoencoder, draw_reconstruction, fixed_mask_noise

@@ -244,16 +244,16 @@ _REASONS = {
     "ConvMixer": "its convolutions need the whole grid of patches",
     "Cait": "its class token enters after the blocks",
     "Xcit": "its blocks convolve the grid of patches",
-    "Eva": "its attention is told each token's place apart from the tokens",
-    "Beit": "its attention is told each token's place apart from the tokens",
-    "VisionTransformerRelPos": "its attention is told each token's place apart from the tokens",
+    "Eva": "its attention gets each token's place apart from the tokens",
+    "Beit": "its attention gets each token's place apart from the tokens",
+    "VisionTransformerRelPos": "its attention gets each token's place apart from the tokens",
     "MlpMixer": "it mixes a fixed number of tokens",
 }
 _REMEDY = "use a ViT of timm, such as vit_tiny_patch16_224, deit3_small_patch16_224 or test_vit"
 
 
 def check_mae(model: nn.Module, mask_ratio: float | None = None) -> VisionTransformer:
-    """The model itself, if patches can be left out between its embedding and its blocks; else a ValueError.
+    """The model itself, if patches can be skipped between its embedding and its blocks; else a ValueError.
 
     That is so for timm's VisionTransformer: every token carries its own position, and the blocks take any
     number of tokens. ``mask_ratio`` is checked too where it is given.

@@ -17,7 +17,7 @@ from wellposed.probes.nonfinite import is_finite, norm_of, watching_norms
 from wellposed.probes.observe import eagerly
 from wellposed.records import AT_LEAST, named_text
 from wellposed.text import aligned
-from wellposed.train import durable
+from wellposed.train import checkpoint
 from wellposed.train.batches import Batch
 
 
@@ -70,7 +70,7 @@ def explain(
         "measured": measured,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    durable.write_tensors(
+    checkpoint.write_tensors(
         folder / f"batch-{rank}.safetensors",
         {
             f"{name}_{number}": getattr(batch, name).cpu()
@@ -80,7 +80,7 @@ def explain(
     )
     if rank == 0:
         write_json(folder / "report.json", report)
-        durable.write_bytes(folder / "report.txt", _text(report).encode())
+        checkpoint.write_bytes(folder / "report.txt", _text(report).encode())
     return _sentence(report)
 
 

@@ -31,7 +31,7 @@ from wellposed.train.recipe import Recipe
 
 SCHEDULES = ("cosine", "tanh", "poly", "step", "multistep")
 POLY_POWER = 0.9
-"""The usual one. timm takes it from ``decay_rate``, whose 0.1 would hold the rate up until the very end."""
+"""The usual one. timm takes it from ``decay_rate``, whose 0.1 would keep the learning rate high until the very end."""
 STEP_FACTOR = 0.1
 """Of the learning rate at each step."""
 
@@ -91,7 +91,7 @@ def make_schedule(optimizer: Optimizer, recipe: Recipe, updates_per_epoch: int) 
 
 
 def _keep_above(schedule: Any, least: float) -> None:
-    """Timm's steps know no lowest rate; the warm-up starts below it in all schedules."""
+    """Timm's steps know no lowest learning rate; the warm-up starts below it in all schedules."""
     rates = schedule._get_lr
 
     def kept(update: int) -> list[float]:
@@ -117,7 +117,7 @@ class Guard:
         module: whose running statistics a bad batch must not reach either.
         optimizer: of its parameters.
         device: where the loss is.
-        goes_on: a bad update is left out and training goes on, else all later ones are left out too.
+        goes_on: a bad update is skipped and training continues, else all later ones are skipped too.
         on_host: read the flag at every update.
     """
 
@@ -134,8 +134,8 @@ class Guard:
         ]
         self._before: list[Tensor] = []
         self.left_out_last = False
-        """Whether the last update was left out; known on the host only with ``on_host``."""
-        # bad now or before, updates left out, the first bad one
+        """Whether the last update was skipped; known on the host only with ``on_host``."""
+        # bad now or before, updates skipped, the first bad one
         self._state = torch.tensor([0.0, 0.0, -1.0], device=device, dtype=torch.float64)
         self._flag = torch.zeros((), device=device)
         if not on_host:
@@ -165,7 +165,7 @@ class Guard:
             buffer.copy_(before)
 
     def read(self) -> tuple[int, int | None]:
-        """How many updates were left out so far, and the first of them; waits for the device."""
+        """How many updates were skipped so far, and the first of them; waits for the device."""
         bad, left_out, first = read(self._state)
         return int(left_out), int(first) if bad else None
 

@@ -131,7 +131,7 @@ class RecordedPass:
 
     Args:
         work: (inputs of the module, batch) -> loss and count, after the backward pass. It must not wait for
-            the device, and what it reads beside its arguments must stay where it is in memory.
+            the device, and what it reads besides its arguments must stay where it is in memory.
         parameters: that get gradients; each time their ``grad`` is what the pass left there.
         launch: how the first passes are run.
         record: (function) -> what does again, on the same memory, what the function did.
@@ -210,7 +210,7 @@ class CudaRecorder:
         """Launch a function into a graph, without running it; returns what runs it."""
         graph = torch.cuda.CUDAGraph()
         gc.collect()  # memory that is freed during a recording is not given back
-        # Other threads of this process, such as one that pins memory for batches, may go on.
+        # Other threads of this process, such as one that pins memory for batches, may continue.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             function()
         return self._paced(graph.replay)

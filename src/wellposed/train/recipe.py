@@ -72,7 +72,7 @@ class Recipe:
         "processes that decode streamed images; 0 decodes in the training process", free=True)
     limit: int | None = _field(None, "Data", "train on this many images only")
     holdout: float = _field(0.1, "Data", "share of the images to test on, where the set has no test split")
-    skip_unreadable: bool = _field(False, "Data", "leave out images that cannot be read, instead of stopping")
+    skip_unreadable: bool = _field(False, "Data", "skip images that cannot be read, instead of stopping")
 
     model: str = _field("test_vit", "Model", "a timm name, hf-hub:NAME or local-dir:FOLDER")
     image_size: int | None = _field(None, "Model",
@@ -110,7 +110,7 @@ class Recipe:
     clip_grad: float | None = _field(1.0, "Optimizer", "largest norm of the gradient")
     smoothing: float = _field(0.1, "Optimizer", "label smoothing")
     ema: float | None = _field(None, "Optimizer",
-        "decay of an exponential moving average of the weights, evaluated beside them")
+        "decay of an exponential moving average of the weights, evaluated too")
 
     flip: float | None = _field(None, "Augmentation",
         "probability of mirroring [default: 0.5 for photographs, else 0]")
@@ -180,7 +180,7 @@ class Recipe:
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
-        """The fields as files hold them: lists for tuples, None left out unless the default is another."""
+        """The fields as files hold them: lists for tuples, None only where the default is another."""
         values: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -338,7 +338,7 @@ def check_together(recipe: "Recipe") -> None:
         raise ValueError("expected pretrained or start_from, got both; leave one of them out.")
     if trained and recipe.init != "timm":
         raise ValueError(
-            f"init={recipe.init} would draw anew what {trained[0]} loads; leave one of them out."
+            f"init={recipe.init} would draw again what {trained[0]} loads; leave one of them out."
         )
     if recipe.task == "probe" and not trained:
         raise ValueError(
@@ -353,7 +353,7 @@ def check_together(recipe: "Recipe") -> None:
     removes = [call for call in edits.calls(recipe) if call.kind == "remove_skips"]
     if recipe.drop_path and not all(call.argument("allow_drop_path") for call in removes):
         raise ValueError(
-            "drop_path drops branches, and where remove_skips has left no skip beside them nothing of an "
+            "drop_path drops branches, and where remove_skips has removed the skip nothing of an "
             "image would be left; leave one of them out."
         )
     if recipe.warmup_epochs is not None and recipe.warmup_epochs >= recipe.epochs:
@@ -463,8 +463,8 @@ def _read_text(path: Path) -> str:
     if path.suffix != SUFFIX:
         raise ValueError(f"a recipe's name must end in {SUFFIX}, got {path}.")
     if not path.exists():
-        beside = [other.name for other in path.parent.glob("*") if other.suffix == SUFFIX]
-        raise FileNotFoundError(f"there is no recipe {path}{nearest(path.name, beside)}")
+        others = [other.name for other in path.parent.glob("*") if other.suffix == SUFFIX]
+        raise FileNotFoundError(f"there is no recipe {path}{nearest(path.name, others)}")
     try:
         return read_bytes(path, MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -363,7 +363,7 @@ def _planned_updates(folder: Path) -> int:
 
 
 def _config(weights: Path) -> dict[str, Any]:
-    """What was written beside weights: of a run, beside its last or best."""
+    """What was written with weights: of a run, with its last or best."""
     for folder in (weights, weights / "last", weights / "best"):
         if (folder / _CONFIG).is_file():
             return read_object(folder / _CONFIG)

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from wellposed.train import checkpoint as durable
 from wellposed.train import checkpoint as manifest
-from wellposed.train import durable
 from wellposed.train.checkpoint import Checkpoint, CheckpointError, Store
 
 CALLS = ("mkdir", "chmod", "fsync", "rename", "unlink", "rmdir")
