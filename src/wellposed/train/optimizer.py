@@ -31,7 +31,7 @@ from wellposed.train.recipe import Recipe
 
 SCHEDULES = ("cosine", "tanh", "poly", "step", "multistep")
 POLY_POWER = 0.9
-"""The usual one. timm takes it from ``decay_rate``, whose 0.1 would keep the learning rate high until the very end."""
+"""The usual one. timm takes it from ``decay_rate``, whose 0.1 would keep it high to the very end."""
 STEP_FACTOR = 0.1
 """Of the learning rate at each step."""
 
