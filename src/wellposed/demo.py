@@ -64,11 +64,11 @@ COMMON: Mapping[str, Any] = {
 }
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     PLAIN: {},
-    NO_FFN: {"remove_skips": "ffn"},
-    NO_ATTENTION: {"remove_skips": "attention"},
+    NO_FFN: {"edits": ["remove_skips which=ffn"]},
+    NO_ATTENTION: {"edits": ["remove_skips which=attention"]},
     # All tokens that the first block reads, so that what it does to them is seen there.
-    GRAYED: {"graying": "spectral", "eps": EPS, "gray_where": "blocks", "gray_blocks": "0"},
-    CB: {"broadcast": "cb"},
+    GRAYED: {"edits": [f"gray_tokens eps={EPS} where=blocks blocks=0"]},
+    CB: {"edits": ["broadcast_context"]},
 }
 
 

@@ -85,9 +85,9 @@ def diagnose(
     edit: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FIELD=VALUE",
-            help="Edit a model by name as training does, such as graying=spectral, eps=0.7 or "
-            "remove_skips=attention; may be repeated.",
+            metavar="'EDIT ARGUMENT=VALUE ...'",
+            help="Edit a model by name as training does, such as 'gray_tokens eps=0.7' or "
+            "'remove_skips which=attention'; may be repeated.",
         ),
     ] = None,
     compare: Annotated[
