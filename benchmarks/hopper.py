@@ -24,9 +24,9 @@ from torch import Tensor
 
 from benchmarks import versions
 from wellposed.linalg import spectral_plan, spectral_power
+from wellposed.linalg.spectral_chain import power_start
+from wellposed.linalg.spectral_chain import top_eigenpair as portable_top
 from wellposed.linalg.svd_power import _adjoint
-from wellposed.linalg.top_eigen import power_start
-from wellposed.linalg.top_eigen import top_eigenpair as portable_top
 from wellposed.nn.functional import gray
 
 PLAN = importlib.import_module("wellposed.linalg.spectral_plan")
@@ -274,7 +274,7 @@ def in_turns(turns: versions.Versions, wanted: list[versions.Case]) -> list[dict
     turns.warmed(wanted)
     rows = []
     for case in wanted:
-        row = turns.row(case, rounds=7)
+        row = turns.row(case, rounds=5)
         versions.show(row)
         rows.append(vars(row))
     return rows
@@ -328,10 +328,10 @@ def main(
     with contextlib.ExitStack() as stack:
         if against is not None:
             turns = stack.enter_context(versions.Versions(against, "cuda"))
-            wanted = versions.cases("cuda", repeats=10)
+            wanted = versions.cases("cuda", repeats=5)
             turns.begin(wanted)
             # After the errors, whose references are made while the other version compiles its kernels.
-            before = list(parts)[: 2 if quick else 1]
+            before = list(parts)[:1]
             rest = {name: parts.pop(name) for name in list(parts) if name not in before}
             parts |= {"in turns with another version": lambda: in_turns(turns, wanted), **rest}
         for name, part in parts.items():

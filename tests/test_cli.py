@@ -375,7 +375,7 @@ def test_edits_and_a_comparison(folder, tmp_path) -> None:
     common = [*MODEL, "--images", folder, "--blocks", "0", "--device", "cpu", "--model-option", "depth=2"]
     plain = diagnose(*common, "--out", tmp_path / "plain")
     assert plain.exit_code == 0, plain.output
-    edits = ("--edit", "graying=dct", "--edit", "eps=0.5", "--edit", "gray_where=blocks")
+    edits = ("--edit", "gray_tokens method=dct eps=0.5 where=blocks")
     for other in (tmp_path / "plain", MODEL[0]):
         edited = diagnose(*common, *edits, "--compare", other)
         assert edited.exit_code == 0, edited.output
@@ -386,4 +386,4 @@ def test_edits_and_a_comparison(folder, tmp_path) -> None:
         assert any(row[-1] not in ("1", "-") for row in rows)
     assert edited.output.count("edited: gray_tokens") == 2
     wrong = diagnose(*common, "--edit", "epochs=3")
-    assert "error: expected an edit (graying, " in wrong.output
+    assert "error: expected an edit such as 'gray_tokens eps=0.7', got 'epochs=3'" in wrong.output

@@ -193,7 +193,7 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     for line in (
         ["train", *SHORT["train"], "--out", str(folder / "plain")],
-        ["train", *SHORT["train"], "--graying", "dct", "--out", str(folder / "grayed")],
+        ["train", *SHORT["train"], "--edit", "gray_tokens method=dct", "--out", str(folder / "grayed")],
         ["diagnose", str(folder / "plain"), "--out", str(folder / "diagnosed")],
     ):
         assert CliRunner().invoke(app, line, catch_exceptions=False).exit_code == 0
@@ -290,7 +290,7 @@ def test_the_checks_can_fail(readers_folder: Path) -> None:
     for wrong in (
         "wellposed diagnoze vit_base_patch16_224 --images DIR",
         "wellposed diagnose vit_base_patch16_224 --pictures DIR",
-        "wellposed train --graying sdv",
+        "wellposed train --edits gray_tokens",
         "torchrun --nproc-per-node 8 -m wellposed train --epoch 3",
         "python -m benchmarks graying --token 3",
         "python -m studies densiti",

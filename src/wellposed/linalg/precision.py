@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellposed.linalg.eager import is_traced
+from wellposed.linalg.execution import is_traced
 
 _USUAL = 2.0**20
 """Squares of numbers between its inverse and this, and the small ones beside them, are normal in float32."""

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wellposed.linalg.eager import is_traced, over_chunks
+from wellposed.linalg.execution import is_traced, over_chunks
 from wellposed.linalg.precision import scaled, unit_of
 
 _NEAR = 1e-5  # eigenvalues closer than this, relatively: the slope is better than the divided difference

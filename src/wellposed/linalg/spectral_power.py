@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellposed.linalg.once import once
-from wellposed.linalg.precision import without_autocast
-from wellposed.linalg.spectral_chain import Chain, chain_backward, chain_forward
+from wellposed.linalg.execution import once
+from wellposed.linalg.precision import in_float64, without_autocast
+from wellposed.linalg.spectral_chain import Chain, chain_backward, chain_forward, top_eigenpair
 from wellposed.linalg.spectral_eigen import Eigen, Power, eigen_backward, eigen_forward
 from wellposed.linalg.spectral_fit import chain_coefficients, wide_steps
 from wellposed.linalg.spectral_plan import (
@@ -39,6 +39,7 @@ from wellposed.linalg.spectral_plan import (
     rounds_float32,
     spectral_plan,
 )
+from wellposed.linalg.spectrum import inverse_factor, smallest_value
 
 
 def spectral_power(
@@ -108,6 +109,35 @@ def spectral_condition(
     # gain + 1 is one more on the diagonal.
     one = torch.nn.functional.pad(torch.ones_like(coefficients[:, :1]), (0, coefficients.size(1) - 1))
     return _apply_chain(x, coefficients + one, delta, plan, rescale=True, largest_gain=1 / plan.floor)
+
+
+def power_for_kappa(x: Tensor, target: float, floor: float) -> Tensor:
+    r"""The power that gives each matrix a chosen condition number: eps = log(target) / log(kappa).
+
+    kappa counts up to ``1 / floor`` only, so that a matrix without full rank has a power too. The largest
+    eigenvalue of X X^T comes from Lanczos' method, the smallest from powers of its inverse, both in float64
+    and without waiting for the host.
+
+    Returns:
+        Powers (...) for x (..., N, D), float64: 1 where kappa is below the target already. They get no
+        gradient.
+
+    >>> x = torch.stack([torch.diag(torch.tensor([100.0, 1.0])), torch.eye(2)])
+    >>> power_for_kappa(x, 10.0, floor=1e-4)
+    tensor([0.5000, 1.0000], dtype=torch.float64)
+    """
+    with torch.no_grad(), without_autocast(x):
+        wide = in_float64(x)
+        wide = wide if x.shape[-2] <= x.shape[-1] else wide.mT
+        wide = wide.flatten(0, -3) if x.ndim > 2 else wide[None]
+        size = wide.abs().amax((-2, -1), keepdim=True)
+        wide = wide / torch.where(size > 0, size, 1)
+        A = wide @ wide.mT
+        largest = top_eigenpair(A)[0].sqrt()
+        log_kappa = (largest / smallest_value(inverse_factor(A), wide)).log()
+        eps = math.log(target) / log_kappa.clamp(min=0, max=-math.log(floor))
+        # Zeros have no kappa; what is not finite stays so at any power.
+        return eps.clamp(max=1).nan_to_num(1.0).reshape(x.shape[:-2]).to(x.device)
 
 
 def _constant_plan(x: Tensor, floor: float | None, tolerance: float, precision: Precision) -> Plan:

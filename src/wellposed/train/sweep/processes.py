@@ -384,14 +384,17 @@ class Screen:
         self._console, self._children = console, children
         is_table = console.is_interactive
         self.live = Live(console=console, auto_refresh=False, transient=True) if is_table else None
-        self._drawn = 0.0
+        self._drawn, self._started = 0.0, time.monotonic()
         self._shown = {child.run.name: child.state for child in children}
 
     def show(self) -> None:
         if self.live is None:
             self._print_changes()
         elif time.monotonic() - self._drawn >= REFRESH_SECONDS:
-            self.live.update(as_table(self._children, rows=self._console.height - 6), refresh=True)
+            table = as_table(self._children, rows=self._console.height - 6)
+            # Runs take seconds to start and to log; the clock says that they are at work.
+            table.caption = f"{table.caption}, {duration(time.monotonic() - self._started)}"
+            self.live.update(table, refresh=True)
             self._drawn = time.monotonic()
 
     def _print_changes(self) -> None:
