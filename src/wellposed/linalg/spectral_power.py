@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wellposed.linalg.eager import is_jit_traced
 from wellposed.linalg.once import once
 from wellposed.linalg.precision import without_autocast
 from wellposed.linalg.spectral_chain import Chain, chain_backward, chain_forward
@@ -127,9 +128,10 @@ def _apply_eigen(
     is_narrow = plan.precision == "float32" or (
         x.dtype != torch.float64 and not rounds_float32(x.device.type)
     )
+    run = _Eigen.forward if is_jit_traced() else _Eigen.apply
     return _over_wide(
         x,
-        lambda X: _Eigen.apply(
+        lambda X: run(
             X,
             power,
             plan.floor,
@@ -151,7 +153,8 @@ def _apply_chain(
         wide = wide_steps(coefficients.size(1) - 2, delta, largest_gain)
         return _over_wide(x, lambda X: ChainPower.apply(X, coefficients, delta, rescale, wide)[0])
     dtype, keep = getattr(torch, plan.precision), _needs_gradient(x)
-    return _over_wide(x, lambda X: _Chain.apply(X, coefficients, delta, rescale, dtype, keep)[0])
+    run = _Chain.forward if is_jit_traced() else _Chain.apply
+    return _over_wide(x, lambda X: run(X, coefficients, delta, rescale, dtype, keep)[0])
 
 
 def _over_wide(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

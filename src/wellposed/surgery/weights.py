@@ -14,10 +14,11 @@ from wellposed.anatomy.model import refuse_wrapped
 from wellposed.anatomy.subclass import child_name, edited_weights, inner, read_plainly, read_through
 from wellposed.errors import NoMeaningError, SeamError
 from wellposed.interrupts import uninterrupted
+from wellposed.nn.operation import Operation
 from wellposed.surgery.record import Edits, Setting
 
 
-class WeightEdit(nn.Module):
+class WeightEdit(Operation):
     """An operation on a weight; a child of the layer that has it, so that it moves and is saved with that."""
 
     kind: str
