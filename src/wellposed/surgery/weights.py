@@ -15,6 +15,7 @@ from wellposed.anatomy.subclass import child_name, edited_weights, inner, read_p
 from wellposed.errors import NoMeaningError, SeamError
 from wellposed.interrupts import uninterrupted
 from wellposed.nn.operation import Operation
+from wellposed.surgery.learned import follow_learned, refuse_replicated
 from wellposed.surgery.record import Edits, Setting
 
 
@@ -65,11 +66,13 @@ def edit_weights(model: nn.Module, wanted: Iterable[tuple[str, nn.Module, str, W
                 f"expected a plain parameter {parameter} in {name} ({type(layer).__name__}), which is "
                 "parametrized or quantised; edit the model before that."
             )
+    refuse_replicated(model, [operation for *_, operation in wanted])
     before = set(edits(model))
     for _, layer, parameter, operation in wanted:
         owner = inner(layer)
         owner.add_module(child_name(parameter), operation.train(owner.training))
         read_through(owner, parameter)
+    follow_learned(model, [operation for *_, operation in wanted])
     return Edits(edit for edit in edits(model) if edit not in before)
 
 
