@@ -17,6 +17,7 @@ NAMES = {
     "spectral": ("accuracy", "spectral", "spectral graying compared with a float64 SVD"),
     "largest": ("accuracy", "largest", "the largest singular value where none stands out"),
     "hopper": ("hopper", "main", "the kernels for Hopper GPUs: accuracy and time"),
+    "versions": ("versions", "main", "graying compared with another version of wellposed, in turns"),
     "kappa-picture": ("pictures", "kappa", "the picture of the README"),
     "jacobian-picture": ("pictures", "jacobian", "an attention Jacobian under graying"),
     "idea-pictures": ("pictures", "ideas", "the pictures of docs/ideas.md"),

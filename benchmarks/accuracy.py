@@ -17,8 +17,8 @@ from torch import Tensor
 
 from benchmarks.timing import write
 from wellposed.linalg import spectral_plan, spectral_power
+from wellposed.linalg.spectral_chain import LANCZOS_STEPS, START_SQUARINGS, top_eigenpair
 from wellposed.linalg.svd_power import _adjoint
-from wellposed.linalg.top_eigen import LANCZOS_STEPS, START_SQUARINGS, top_eigenpair
 
 EPS = (0.3, 0.5, 0.7, 0.9, 0.99)
 TOKENS, CHANNELS = 196, 768

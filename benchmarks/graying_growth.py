@@ -20,8 +20,8 @@ from torch import Tensor
 
 from benchmarks.floors import Floor, Peaks, floor_of, work_of
 from benchmarks.timing import PeakMemory, message, release, timed
-from wellposed.linalg.power import power_gain
 from wellposed.linalg.spectral_plan import spectral_plan
+from wellposed.linalg.svd_power import power_gain
 from wellposed.nn.functional import Method, gray
 from wellposed.nn.graying import DEFAULT_EPS
 

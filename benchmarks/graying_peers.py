@@ -25,10 +25,10 @@ from benchmarks.graying_growth import BOTH, FORWARD, gray_by_eigh
 from benchmarks.timing import write_environment
 from wellposed.files import write_cells
 from wellposed.linalg import dct_matrix
-from wellposed.linalg.power import power_gain
 from wellposed.linalg.spectral_fit import chain_coefficients
 from wellposed.linalg.spectral_plan import FLOOR_FLOAT32
 from wellposed.linalg.spectral_power import _Chain
+from wellposed.linalg.svd_power import power_gain
 from wellposed.nn.functional import gray
 
 PEERS = "graying-peers"

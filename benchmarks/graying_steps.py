@@ -38,14 +38,13 @@ from wellposed.train.recipe import Recipe
 
 PLAIN = "plain"
 EDITS: dict[str, dict[str, Any]] = {
-    "spectral-pixels": {"graying": "spectral", "gray_where": "pixels"},
-    "spectral-embedding": {"graying": "spectral", "gray_where": "embedding"},
-    "dct-pixels": {"graying": "dct", "gray_where": "pixels"},
-    "dct-embedding": {"graying": "dct", "gray_where": "embedding"},
-    "cb": {"broadcast": "cb", "broadcast_where": "mlp.end"},
-    "cb_s": {"broadcast": "cb_s", "broadcast_where": "mlp.end"},
-    "svd-pixels": {"graying": "svd", "gray_where": "pixels"},
-    "svd-embedding": {"graying": "svd", "gray_where": "embedding"},
+    **{
+        f"{method}-{where}": {"edit": "gray_tokens", "method": method, "where": where}
+        for method in ("spectral", "dct", "svd")
+        for where in ("pixels", "embedding")
+    },
+    "cb": {"edit": "broadcast_context"},
+    "cb_s": {"edit": "broadcast_context", "scaled": True},
 }
 USUAL = ("spectral-pixels", "spectral-embedding", "dct-pixels", "dct-embedding", "cb", "cb_s")
 CLASSES, CHANNELS = 1000, 3
@@ -98,7 +97,9 @@ def measure_steps(
             tell(f"{name}: building and warming up")
             before, graphs = time.perf_counter(), _graphs()
             try:
-                step = bare_step(replace(recipe, **EDITS.get(name, {})), device, CLASSES, CHANNELS)
+                step = bare_step(
+                    replace(recipe, edits=(EDITS[name],) if name in EDITS else ()), device, CLASSES, CHANNELS
+                )
                 seconds_per_call(lambda step=step: step(1), warm_up, device)  # type: ignore[misc]
                 if recipe.compile and _graphs() == graphs:
                     raise RuntimeError("compiled nothing of its own: it runs another model's code, or eager.")
@@ -273,19 +274,19 @@ def plain_work(size: ModelSize, batch: int, precision: str) -> Work:
 def added_work(edit: str, size: ModelSize, precision: str) -> Work:
     """What an edit adds for one image; pixels need no gradient."""
     itemsize = HALF if precision == "bf16" else FLOAT
-    changes = EDITS[edit]
-    if "broadcast" in changes:
+    call = EDITS[edit]
+    if call["edit"] == "broadcast_context":
         works = [
-            broadcast_work(*tokens, scaled=changes["broadcast"] == "cb_s", itemsize=itemsize)
+            broadcast_work(*tokens, scaled=call.get("scaled", False), itemsize=itemsize)
             for tokens in size.block_tokens
         ]
         return sum(works, Work())
-    backward = changes["gray_where"] == "embedding"
+    backward = call["where"] == "embedding"
     shape = size.embedded if backward else size.patches
-    if changes["graying"] == "svd":
+    if call["method"] == "svd":
         return svd_work(*shape, backward=backward)
     itemsize = itemsize if backward else FLOAT
-    if changes["graying"] == "dct":
+    if call["method"] == "dct":
         return dct_work(*shape, backward=backward, itemsize=itemsize)
     chain = chain_of(DEFAULT_EPS["spectral"])
     return spectral_work(*shape, chain, backward=backward, itemsize=itemsize)

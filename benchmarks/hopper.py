@@ -1,12 +1,14 @@
 """The kernels for Hopper GPUs: how right they are, and what they take compared with PyTorch's products.
 
-    python benchmarks/hopper_check.py [--out FILE.json]
+    python -m benchmarks hopper [--quick] [--against SRC] [--out FILE.json]
 
-Needs such a GPU (H100, H200), about two minutes, and nothing but torch with its Triton. Every error is
-relative to a float64 reference by LAPACK. Times are of CUDA events: medians, with the smallest and largest.
-What is compared takes turns.
+Needs such a GPU (H100, H200), about two minutes (``--quick``: one), and nothing but torch with its Triton and
+typer. Every error is relative to a float64 reference by LAPACK. Times are of CUDA events: medians, with the
+smallest and largest. What is compared takes turns; ``--against`` names the source of another version, whose
+graying is timed too.
 """
 
+import contextlib
 import importlib
 import json
 import platform
@@ -20,10 +22,11 @@ import triton
 import typer
 from torch import Tensor
 
+from benchmarks import versions
 from wellposed.linalg import spectral_plan, spectral_power
+from wellposed.linalg.spectral_chain import power_start
+from wellposed.linalg.spectral_chain import top_eigenpair as portable_top
 from wellposed.linalg.svd_power import _adjoint
-from wellposed.linalg.top_eigen import power_start
-from wellposed.linalg.top_eigen import top_eigenpair as portable_top
 from wellposed.nn.functional import gray
 
 PLAN = importlib.import_module("wellposed.linalg.spectral_plan")
@@ -122,17 +125,17 @@ def accuracy() -> list[dict[str, Any]]:
     return rows
 
 
-def many_near_the_largest() -> list[dict[str, Any]]:
-    """32 x 576 x 384 with kappa 10: hundreds of singular values within a few percent of the largest."""
+def many_near_the_largest(images: int = 8, engines: tuple[str, ...] = tuple(ENGINES)) -> list[dict[str, Any]]:
+    """576 x 384 with kappa 10: hundreds of singular values within a few percent of the largest."""
     rows = []
     for name in (*SPECTRA, "Gaussian"):
-        shape = (8, 576, 384)
+        shape = (images, 576, 384)
         if name == "Gaussian":
             x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         else:
             x = tokens(singular_values(name, 384, 10.0), shape)
         s = torch.linalg.svdvals(x.double())
-        for engine in ENGINES:
+        for engine in engines:
             for eps in (0.3, 0.7):
                 errors = value_errors(x, s, eps, engine)
                 rows.append({"spectrum": name, "engine": engine, "eps": eps, **errors})
@@ -177,9 +180,9 @@ def milliseconds(calls: dict[str, Callable[[], Any]], repeats: int = 15) -> dict
     return {name: [statistics.median(own), min(own), max(own)] for name, own in found.items()}
 
 
-def times() -> list[dict[str, Any]]:
+def times(shapes: tuple[tuple[int, int, int], ...] = SHAPES, repeats: int = 15) -> list[dict[str, Any]]:
     rows = []
-    for shape in SHAPES:
+    for shape in shapes:
         generator = torch.Generator().manual_seed(0)
         x = (torch.randn(shape, generator=generator) + 0.3).cuda()
         upstream = torch.randn(shape, generator=generator).cuda()
@@ -201,7 +204,7 @@ def times() -> list[dict[str, Any]]:
         calls["kernels, floor 1e-4, forward"] = lambda: forward("kernels", floor=1e-4)
         calls["kernels, floor 1e-4, forward+backward"] = lambda: both("kernels", floor=1e-4)
         calls["dct, forward+backward"] = lambda x=x, grad=upstream: dct_both(x, grad)
-        for name, (median, low, high) in milliseconds(calls).items():
+        for name, (median, low, high) in milliseconds(calls, repeats).items():
             at = " x ".join(map(str, shape))
             rows.append({"shape": at, "what": name, "ms": median, "low": low, "high": high})
             show(rows[-1])
@@ -266,6 +269,17 @@ def programs() -> dict[str, bool]:
     return found
 
 
+def in_turns(turns: versions.Versions, wanted: list[versions.Case]) -> list[dict[str, Any]]:
+    """Graying by this version and another one, which warm up while errors are looked at."""
+    turns.warmed(wanted)
+    rows = []
+    for case in wanted:
+        row = turns.row(case, rounds=5)
+        versions.show(row)
+        rows.append(vars(row))
+    return rows
+
+
 def show(row: dict[str, Any]) -> None:
     cells = (
         f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
@@ -275,6 +289,12 @@ def show(row: dict[str, Any]) -> None:
 
 def main(
     out: Annotated[Path | None, typer.Option(help="write all of it here too, as JSON")] = None,
+    quick: Annotated[
+        bool, typer.Option(help="fewer matrices and shapes: what a new version has to show")
+    ] = False,
+    against: Annotated[
+        Path | None, typer.Option(help="source folder of another version, to be timed in turns with this one")
+    ] = None,
 ) -> None:
     """Accuracy and time of the kernels for Hopper GPUs; about two minutes on an H100 or H200."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -290,8 +310,32 @@ def main(
         "plan": str(plan),
     }
     show(content)
-    for part in (orthogonal_to_the_start, many_near_the_largest, times, accuracy, programs):
-        print(f"\n{part.__name__.replace('_', ' ')}", flush=True)
-        content[part.__name__] = part()
-    if out is not None:
-        out.write_text(json.dumps(content, indent=1) + "\n")
+    parts: dict[str, Callable[[], Any]] = {
+        "orthogonal to the start": orthogonal_to_the_start,
+        "many near the largest": many_near_the_largest,
+        "times": times,
+        "accuracy": accuracy,
+        "programs": programs,
+    }
+    if quick:
+        two = ("kernels", "portable float64")
+        parts = {
+            "many near the largest": lambda: many_near_the_largest(2, two),
+            "orthogonal to the start": orthogonal_to_the_start,
+            "times": lambda: times(SHAPES[:4], repeats=7),
+            "programs": programs,
+        }
+    with contextlib.ExitStack() as stack:
+        if against is not None:
+            turns = stack.enter_context(versions.Versions(against, "cuda"))
+            wanted = versions.cases("cuda", repeats=5)
+            turns.begin(wanted)
+            # After the errors, whose references are made while the other version compiles its kernels.
+            before = list(parts)[:1]
+            rest = {name: parts.pop(name) for name in list(parts) if name not in before}
+            parts |= {"in turns with another version": lambda: in_turns(turns, wanted), **rest}
+        for name, part in parts.items():
+            print(f"\n{name}", flush=True)
+            content[name.replace(" ", "_")] = part()
+            if out is not None:
+                out.write_text(json.dumps(content, indent=1) + "\n")

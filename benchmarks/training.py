@@ -201,7 +201,8 @@ def rows(run: TrainedRun, weights: str, batch_size: int) -> Iterator[dict[str, A
         errors = [float((got - right).norm() / right.norm()) for got, right in pairs]
         yield {
             "run": run.folder.name,
-            "removed skips": run.recipe.remove_skips or "none",
+            "removed skips": ", ".join(c["which"] for c in run.recipe.edits if c["edit"] == "remove_skips")
+            or "none",
             "kernel": name,
             "batches": len(found),
             "not finite": len(found) - len(pairs),

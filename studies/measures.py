@@ -15,7 +15,7 @@ from wellposed.probes import diagnose
 from wellposed.records import Record, to_dict
 from wellposed.study_records import rounded
 from wellposed.train import open_run
-from wellposed.train.data.decoding import fitted
+from wellposed.train.data.images import fitted
 from wellposed.train.runs import Moment
 
 

@@ -64,11 +64,13 @@ def vit(scale: Scale, data: str, **fields: Any) -> Recipe:
     [20000, None]
     """
     if scale == "paper":
-        return Recipe(**COMMON | UNWATCHED | DEIT | {"data": data, "model": "vit_base_patch16_224"} | fields)
+        return Recipe.from_mapping(
+            COMMON | UNWATCHED | DEIT | {"data": data, "model": "vit_base_patch16_224"} | fields
+        )
     if data_name(data) == "digits":
-        return Recipe(**COMMON | UNWATCHED | dict(DIGITS) | {"data": data} | fields)
+        return Recipe.from_mapping(COMMON | UNWATCHED | dict(DIGITS) | {"data": data} | fields)
     model = {"data": data, "model": TINY, "model_options": POOLED}
-    return Recipe(**COMMON | UNWATCHED | small_images(data) | model | fields)
+    return Recipe.from_mapping(COMMON | UNWATCHED | small_images(data) | model | fields)
 
 
 def small_images(data: str) -> dict[str, Any]:
@@ -83,7 +85,7 @@ MEASURED_DIGITS: dict[str, Any] = {"model": "test_vit", "epochs": 60, "batch_siz
 def measured_vit(scale: Scale, data: str, **fields: Any) -> Recipe:
     """The plain ViT of the other studies, for what is measured on weights; the digits have a smaller one."""
     if data_name(data) == "digits":
-        return Recipe(**MEASURED_DIGITS | {"data": data} | fields)
+        return Recipe.from_mapping(MEASURED_DIGITS | {"data": data} | fields)
     return vit(scale, data, **fields)
 
 
@@ -117,4 +119,4 @@ def brief_vit(
     if data_name(data) == "digits":
         return vit(scale, data, model_options=dict(DIGITS["model_options"]) | options, **fields)
     made = {"data": data, "model": TINY, "model_options": BRIEF_MODEL | options, **PATCHES[tokens]}
-    return Recipe(**COMMON | UNWATCHED | BRIEF | made | fields)
+    return Recipe.from_mapping(COMMON | UNWATCHED | BRIEF | made | fields)

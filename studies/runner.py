@@ -19,10 +19,12 @@ from rich.console import Console
 
 from studies.study import Records, Scale, Study, Variant, data_name
 from wellposed import study_records
+from wellposed.calls import plain_calls
 from wellposed.files import read_object
 from wellposed.run_records import read_run
 from wellposed.study_records import RunRecord, rounded, thinned
 from wellposed.train import Recipe, sweep
+from wellposed.train.edits import whole
 from wellposed.train.recipe import combine, read_recipe, write_recipe
 
 ENDED = ("finished", "nonfinite")
@@ -232,12 +234,12 @@ def require_same(asked: Sequence[Planned], runs: Mapping[Key, RunRecord]) -> Non
 def differing(recipe: Recipe, recorded: Mapping[str, Any]) -> list[str]:
     """The fields that decide a result and that a record has otherwise."""
     wanted = json.loads(json.dumps(recipe.to_mapping()))
-    return sorted(
-        name
-        for name in wanted.keys() | recorded.keys()
-        # What was open in the recipe is filled in in the record.
-        if name in wanted and name not in _AS_ASKED and wanted[name] != recorded.get(name)
-    )
+    asked, made = (list(map(whole, plain_calls(each))) for each in (wanted, recorded))
+    # What was open in the recipe is filled in in the record.
+    same = len(asked) == len(made) and all(a.items() <= b.items() for a, b in zip(asked, made, strict=True))
+    fixed = wanted.keys() - _AS_ASKED - {"edits"}
+    changed = [name for name in fixed if wanted[name] != recorded.get(name)]
+    return sorted(changed if same else [*changed, "edits"])
 
 
 def run_name(recipe: Recipe) -> str:

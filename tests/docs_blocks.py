@@ -32,6 +32,14 @@ class Block:
         return package.strip() if kind == "needs" else None
 
     @property
+    def python(self) -> str | None:
+        """The Python of the block; that of a diff is the script after it."""
+        if self.language == "diff":
+            kept = (line[1:] for line in self.text.splitlines() if not line.startswith("-"))
+            return "\n".join(kept) + "\n"
+        return self.text if self.language == "python" else None
+
+    @property
     def runs(self) -> bool:
         return self.mark == "run"
 

@@ -27,7 +27,7 @@ def recipe(**fields: Any) -> Recipe:
         "log_every": 2,
         "device": "cpu",
     }
-    return Recipe(**usual | fields)
+    return Recipe.from_mapping(usual | fields)
 
 
 def run(folder: Path, *, overwrite: bool = False, **fields: Any) -> Result:

@@ -23,16 +23,19 @@ from pathlib import Path
 recipe, folder = tomllib.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[3])
 with (folder / "calls.txt").open("a") as calls:
     calls.write("called\\n")
-if recipe.get("epochs") == 13 and recipe.get("remove_skips") == "ffn":
+edits = {edit["edit"]: edit for edit in recipe.get("edits", [])}
+removed = edits.get("remove_skips", {}).get("which")
+if recipe.get("epochs") == 13 and removed == "ffn":
     sys.exit(1)
 if recipe.get("start_from") and not (Path(recipe["start_from"]) / "result.json").exists():
     sys.exit(1)
 points = 90.0 + 0.1 * recipe["seed"]
-points -= {"attention": 20.0, "ffn": 2.0}.get(recipe.get("remove_skips"), 0.0)
+points -= {"attention": 20.0, "ffn": 2.0}.get(removed, 0.0)
 points -= 5.0 * (recipe["init"] == "timm") + 1.0 * (recipe.get("lr") == 3e-4)
-points += 1.0 * ("graying" in recipe) + 2.0 * ("broadcast" in recipe) + 3.0 * ("start_from" in recipe)
+points += 1.0 * ("gray_tokens" in edits) + 2.0 * ("broadcast_context" in edits)
+points += 3.0 * ("start_from" in recipe)
 points -= 30.0 * (recipe["epochs"] == 5)
-points += 0.5 * recipe["uniform_heads"]
+points += 0.5 * ("uniform_heads" in edits)
 test = {"update": 2, "epoch": 2, "loss": 0.5}
 if recipe["task"] != "mae":
     test["accuracy"] = points / 100
@@ -48,7 +51,7 @@ sys.exit(0 if result["finished"] else 3)
 
 def after(folder: Path) -> list[dict[str, Any]]:
     """Records of two blocks with two heads, such as a diagnosis gives."""
-    grayed = "graying" in (folder / "recipe.toml").read_text()
+    grayed = "gray_tokens" in (folder / "recipe.toml").read_text()
     rows: list[dict[str, Any]] = []
     for block in (0, 1):
         kappas = {"input": 50.0, "attention.branch": 400.0, "attention.skip": 30.0, "ffn.branch": 20.0}

@@ -62,6 +62,41 @@ def test_diagnose(folder, tmp_path) -> None:
     assert any("broken.jpg" in note for note in about["notes"])
 
 
+def test_json_is_what_out_writes(folder, tmp_path) -> None:
+    common = (*MODEL, "--images", folder, "--blocks", "0", "--what", "conditioning", "--device", "cpu")
+    result = diagnose(*common, "--json", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    printed, written = (
+        json.loads(result.stdout),
+        json.loads((tmp_path / "out" / "diagnosis.json").read_text()),
+    )
+    assert printed == written
+    assert {record["measure"] for record in printed["records"]} >= {"kappa", "effective rank"}
+    both = diagnose(*common, "--json", "--compare", "vit_tiny_patch16_224")
+    assert both.exit_code == 1
+    assert "expected --json or --compare, got both" in both.output
+
+
+def test_the_table_fits_in_80_columns(folder) -> None:
+    for name in ("vit_tiny_patch16_224", "hf:" + str(_hugging_face_folder(folder.parent))):
+        size = ("--image-size", "32") if name.startswith("vit") else ()
+        result = diagnose(name, *size, "--images", folder, "--blocks", "0,1", "--device", "cpu")
+        assert result.exit_code == 0, result.output
+        table = result.stdout.partition("\n\n")[2].partition("\n\n")[0].splitlines()
+        assert "attention" in table[0]
+        assert "entropy" in table[1]
+        assert max(map(len, table)) <= 80, result.stdout
+
+
+def _hugging_face_folder(parent: Path) -> Path:
+    transformers = pytest.importorskip("transformers")
+    tiny = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}
+    transformers.ViTModel(transformers.ViTConfig(image_size=32, patch_size=8, **tiny)).save_pretrained(
+        parent / "vit"
+    )
+    return parent / "vit"
+
+
 def test_weights_and_choices(folder, tmp_path) -> None:
     model = build("vit_tiny_patch16_224", img_size=32, seed=7)
     file = tmp_path / "w.safetensors"
@@ -340,7 +375,7 @@ def test_edits_and_a_comparison(folder, tmp_path) -> None:
     common = [*MODEL, "--images", folder, "--blocks", "0", "--device", "cpu", "--model-option", "depth=2"]
     plain = diagnose(*common, "--out", tmp_path / "plain")
     assert plain.exit_code == 0, plain.output
-    edits = ("--edit", "graying=dct", "--edit", "eps=0.5", "--edit", "gray_where=blocks")
+    edits = ("--edit", "gray_tokens method=dct eps=0.5 where=blocks")
     for other in (tmp_path / "plain", MODEL[0]):
         edited = diagnose(*common, *edits, "--compare", other)
         assert edited.exit_code == 0, edited.output
@@ -351,4 +386,4 @@ def test_edits_and_a_comparison(folder, tmp_path) -> None:
         assert any(row[-1] not in ("1", "-") for row in rows)
     assert edited.output.count("edited: gray_tokens") == 2
     wrong = diagnose(*common, "--edit", "epochs=3")
-    assert "error: expected an edit (graying, " in wrong.output
+    assert "error: expected an edit such as 'gray_tokens eps=0.7', got 'epochs=3'" in wrong.output

@@ -37,7 +37,7 @@ def small():
 def made(tmp_path_factory: pytest.TempPathFactory):
     """A demo by its command: where, what it printed, and its table."""
     out = tmp_path_factory.mktemp("here") / "demo"
-    result = CliRunner().invoke(app, ["demo", "--epochs", "2", "--out", str(out)])
+    result = CliRunner().invoke(app, ["demo", "--epochs", "2", "--seeds", "1", "--out", str(out)])
     assert result.exit_code == 0, result.output
     table = json.loads((out / demo.MARK).read_text())["table"]
     return out, result.output, table
@@ -50,6 +50,11 @@ def test_the_command_prints_a_table_and_says_what_it_wrote(made) -> None:
         assert f"{row['accuracy']:.1%}" in output
     assert "128 training and 400 test images, 2 epochs" in output
     assert "Xavier" in output
+    tables, _, words = output.partition("Without attention's skips: accuracy ")
+    assert "one run each" in " ".join(tables.split())
+    assert max(map(len, tables.splitlines()[-30:])) <= 80
+    plain, removed = (row["accuracy"] for row in table)
+    assert words.startswith(f"{100 * (removed - plain):+.1f} points")
     assert (out / demo.PAGE).resolve().as_uri() in output
 
 
@@ -58,7 +63,7 @@ def test_the_same_seed_gives_the_same_table(made, tmp_path, monkeypatch) -> None
     out, _, table = made
     shutil.copytree(out, tmp_path / "demo")
     monkeypatch.setattr(demo, "VARIANTS", {demo.NO_ATTENTION: demo.VARIANTS[demo.NO_ATTENTION]})
-    again = demo.run(tmp_path / "demo", epochs=2, console=Console(file=io.StringIO()))
+    again = demo.run(tmp_path / "demo", epochs=2, seeds=1, console=Console(file=io.StringIO()))
     assert again.exit_code == 0
     assert [demo._plain(row) for row in again.rows] == [
         row for row in table if row["name"] == demo.NO_ATTENTION
@@ -70,15 +75,15 @@ def test_the_page_has_the_numbers_of_the_table(made) -> None:
     out, _, table = made
     page = read_data((out / demo.PAGE).read_text(encoding="utf-8"))
     shown = {row["name"]: row for row in page["runs"]}
-    assert list(shown) == [row["name"] for row in table]
+    assert list(shown) == [f"{row['name']}-0" for row in table]
     for row in table:
-        assert shown[row["name"]]["accuracy"] == pytest.approx(100 * row["accuracy"])
+        assert shown[f"{row['name']}-0"]["accuracy"] == pytest.approx(100 * row["accuracy"])
     assert {"conditioning", "density", "training", "provenance"} <= set(page)
 
 
 def test_kappa_is_that_of_the_tokens_of_the_last_weights(made) -> None:
     out, _, table = made
-    opened = open_run(out / demo.RUNS / demo.PLAIN, demo.PROBE_IMAGES)
+    opened = open_run(out / demo.RUNS / f"{demo.PLAIN}-0", demo.PROBE_IMAGES)
     model = opened.model("last")
     caught: list[torch.Tensor] = []
     model.blocks[0].register_forward_pre_hook(lambda block, args: caught.append(args[0]))
@@ -91,9 +96,9 @@ def test_kappa_is_that_of_the_tokens_of_the_last_weights(made) -> None:
 def test_a_run_that_fails_is_told_with_the_end_of_its_log(tmp_path: Path, monkeypatch) -> None:
     code = "import sys; print('no room here'); sys.exit(1)"
     monkeypatch.setattr(demo, "COMMAND", (sys.executable, "-c", code))
-    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "demo")])
+    result = CliRunner().invoke(app, ["demo", "--seeds", "1", "--out", str(tmp_path / "demo")])
     assert result.exit_code == 1
-    assert f"{demo.PLAIN} failed: exit code 1" in result.output
+    assert f"{demo.PLAIN}-0 failed: exit code 1" in result.output
     assert "no room here" in result.output
     assert not (tmp_path / "demo" / demo.PAGE).exists()
 
@@ -128,20 +133,38 @@ def test_an_interrupted_demo_goes_on_and_another_starts_anew(tmp_path: Path) -> 
     assert not begun.exists()
 
 
-def test_the_sentences_tell_what_was_measured() -> None:
-    def row(name: str, accuracy: float, kappa: float, status: str = "ok") -> demo.Row:
-        attention = Record(measure="kappa", value=kappa, status=status)
-        other = Record(measure="entropy", value=0.9)
-        return demo.Row(name, accuracy, other, attention, other, other)
+def row(name: str, accuracy: float | dict[int, float], kappa: float, status: str = "ok") -> demo.Row:
+    attention = Record(measure="kappa", value=kappa, status=status)
+    other = Record(measure="entropy", value=0.9)
+    by_seed = accuracy if isinstance(accuracy, dict) else {0: accuracy}
+    return demo.Row(name, by_seed, other, attention, other, other, (other, attention))
 
+
+def test_the_sentences_tell_what_was_measured() -> None:
     rows = [row(demo.PLAIN, 0.95, 2e3), row(demo.NO_FFN, 0.93, 2e4)]
-    assert demo.findings(rows) == []
-    third = row(demo.NO_ATTENTION, 0.96, 9e6, "at least")
-    without_ffn, without_attention, order = demo.findings([*rows, third])
-    assert "accuracy -2.0 points, kappa of what attention adds 2,000 -> 20,000" in without_ffn
-    assert "accuracy +1.0 points, kappa of what attention adds 2,000 -> ≥ 9e6" in without_attention
-    assert "this run does not show that order" in order
-    assert "this run shows that order" in demo.findings([*rows, row(demo.NO_ATTENTION, 0.7, 9e6)])[2]
+    assert demo.closing(rows) == []
+    rows.append(row(demo.NO_ATTENTION, 0.96, 9e6, "at least"))
+    without_ffn, without_attention = demo.findings(rows, 400)
+    assert "accuracy -2.0 points (400 test images; within their chance, ±3.3)" in without_ffn
+    assert "kappa of attention's output 2,000 -> 20,000" in without_ffn
+    assert "kappa of attention's output 2,000 -> ≥ 9e6" in without_attention
+    seen, following = demo.closing(rows)
+    assert "kappa 2,000 with all skips, 20,000 without the FFN's and ≥ 9e6 without attention's" in seen
+    assert "attention's skip holds the conditioning; accuracy is 95.0%, 93.0% and 96.0%" in seen
+    assert "wellposed diagnose MODEL" in following
+    rows[-1] = row(demo.NO_ATTENTION, 0.7, 1e3)
+    assert "attention's skip is not the one that holds it in these runs" in demo.closing(rows)[0]
+    assert "-25.0 points (400 test images; beyond their chance" in demo.findings(rows, 400)[1]
+
+
+def test_several_seeds_have_an_interval() -> None:
+    plain = row(demo.PLAIN, {0: 0.90, 1: 0.92, 2: 0.94}, 2e3)
+    (worse,) = demo.findings([plain, row(demo.NO_FFN, {0: 0.80, 1: 0.83, 2: 0.83}, 2e4)], 400)
+    assert "accuracy -10.0 points [-12.5, -7.5], kappa" in worse
+    (alike,) = demo.findings([plain, row(demo.CB, {0: 0.91, 1: 0.92, 2: 0.92}, 2e4)], 400)
+    assert "points [-4.1, +3.5]; no difference, zero is inside, kappa" in alike
+    (grayed,) = demo.findings([plain, row(demo.GRAYED, {0: 0.91, 1: 0.92, 2: 0.92}, 2e4)], 400)
+    assert "kappa into block 0 0.9 -> 0.9" in grayed
 
 
 def test_help_needs_no_torch() -> None:

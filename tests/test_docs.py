@@ -4,6 +4,7 @@ What downloads, needs many GPUs or takes hours is read by its own parser instead
 """
 
 import csv
+import json
 import re
 import shutil
 import sys
@@ -21,17 +22,19 @@ from PIL import Image
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+import notebook
 import own_model
 from benchmarks.__main__ import app_of
 from clean_tables import restored_tables
 from docs_blocks import PAGES, ROOT, Block, all_blocks, commands, wellposed_words
 from studies.__main__ import app as studies_app
 from studies.study import get as get_study
+from wellposed import Diagnosis
 from wellposed.cli import app
 from wellposed.models import build
 
 _BLOCKS = all_blocks()
-PYTHON = [pytest.param(block, id=block.name) for block in _BLOCKS if block.language == "python"]
+PYTHON = [pytest.param(block, id=block.name) for block in _BLOCKS if block.python]
 RUN = [pytest.param(block, id=block.name) for block in _BLOCKS if block.runs]
 
 
@@ -105,7 +108,7 @@ def test_block_runs(block: Block, tmp_path, monkeypatch) -> None:
     torch.manual_seed(0)
     module = types.ModuleType("documentation")
     monkeypatch.setitem(sys.modules, "documentation", module)
-    exec(compile(block.text, block.name, "exec"), module.__dict__)
+    exec(compile(block.python, block.name, "exec"), module.__dict__)
 
 
 @pytest.mark.parametrize("block", RUN)
@@ -190,7 +193,7 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     for line in (
         ["train", *SHORT["train"], "--out", str(folder / "plain")],
-        ["train", *SHORT["train"], "--graying", "dct", "--out", str(folder / "grayed")],
+        ["train", *SHORT["train"], "--edit", "gray_tokens method=dct", "--out", str(folder / "grayed")],
         ["diagnose", str(folder / "plain"), "--out", str(folder / "diagnosed")],
     ):
         assert CliRunner().invoke(app, line, catch_exceptions=False).exit_code == 0
@@ -287,7 +290,7 @@ def test_the_checks_can_fail(readers_folder: Path) -> None:
     for wrong in (
         "wellposed diagnoze vit_base_patch16_224 --images DIR",
         "wellposed diagnose vit_base_patch16_224 --pictures DIR",
-        "wellposed train --graying sdv",
+        "wellposed train --edits gray_tokens",
         "torchrun --nproc-per-node 8 -m wellposed train --epoch 3",
         "python -m benchmarks graying --token 3",
         "python -m studies densiti",
@@ -323,6 +326,47 @@ def test_the_numbers_of_the_ideas_are_those_measured() -> None:
             values[row["series"]].append(float(row["y"]))
     before, grayed = (s[0] / s[-1] for s in (values["eps 1"], values["eps 0.7"]))
     assert f"from {before:.1f} to {grayed:.1f} at eps 0.7" in text.replace("\n", " ")
+
+
+def test_the_home_page_shows_what_was_measured() -> None:
+    diagnosis = Diagnosis.from_json(ROOT / "results" / "deit-tiny-imagenet.json")
+    (shown,) = (
+        block.text for block in _BLOCKS if block.page.name == "README.md" and block.language == "text"
+    )
+    assert shown == f"{diagnosis}\n"
+    picture = (ROOT / "docs" / "images" / "edits.svg").read_text(encoding="utf-8")
+    for record in diagnosis.select("kappa", block=0):
+        if not record.position.endswith(".skip"):
+            said = rf">{re.escape(record.position)}</text><text [^>]*>{re.escape(record.text())}</text>"
+            assert re.search(said, picture), record.position
+    (entropy,) = diagnosis.select("entropy", block=0)
+    assert f">entropy {entropy.value:.2f}</text>" in picture
+
+
+def test_the_tutorial_runs(monkeypatch, tmp_path: Path) -> None:
+    tutorial = json.loads((ROOT / "docs" / "tutorial.ipynb").read_text(encoding="utf-8"))
+    monkeypatch.chdir(tmp_path)
+    printed = notebook.run(tutorial)
+    kept = ["".join(line for each in cell["outputs"] for line in each["text"]) for cell in _code(tutorial)]
+    lines = [[len(text.splitlines()) for text in texts[:-1]] for texts in (printed, kept)]
+    assert lines[0] == lines[1], "python tools/notebook.py docs/tutorial.ipynb"
+    trained, _, edited, tuned, decided = printed
+    assert float(re.search(r"accuracy ([\d.]+)", trained)[1]) > 50
+    before, after = re.search(r"block 0 input +([\d,]+) +([\d,]+)", edited).groups()
+    assert float(after.replace(",", "")) < float(before.replace(",", "")) / 2
+    gain = re.search(r"\[([-+.\d]+), ([-+.\d]+)\]", tuned)
+    low, high = map(float, gain.groups())
+    assert decided.startswith("keep it" if low > 0 else "restore:" if high < 0 else "undecided")
+
+
+def _code(tutorial: dict[str, Any]) -> list[dict[str, Any]]:
+    return [cell for cell in tutorial["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_home_page_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 700
+    assert len(text.splitlines()) <= 90
 
 
 def test_links_lead_somewhere() -> None:

@@ -22,7 +22,10 @@ VIT = zoo.BY_NAME["timm vit"]
 OURS = Path(wp.__file__).parent
 PLACES = (
     *(str(OURS / name) for name in ("anatomy/seam.py", "linalg/precision.py")),
-    *(str(OURS / "probes" / f"{name}.py") for name in ("attention_maps", "observe", "ntk_rows", "subblock")),
+    *(
+        str(OURS / "probes" / f"{name}.py")
+        for name in ("attention_maps", "observe", "ntk_gradients", "subblock")
+    ),
     os.sep + "contextlib.py",
     os.path.join("torch", "overrides.py"),
 )

@@ -82,7 +82,8 @@ def test_the_wheel_needs_nothing_of_the_extras(wheel: Path) -> None:
 
 
 def test_the_first_examples_of_the_readme_run(site: Path, tmp_path: Path) -> None:
-    first, second = [each.text for each in blocks(ROOT / "README.md") if each.language == "python"][:2]
+    (first,) = [each.python for each in blocks(ROOT / "README.md") if each.python]
+    (second, *_) = [each.python for each in blocks(ROOT / "docs" / "quickstart.md") if each.python]
     shown = "import wellposed; print(wellposed.__file__)\n"
     done = run(site, shown + first + second, tmp_path)
     assert done.returncode == 0, done.stderr

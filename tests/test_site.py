@@ -89,6 +89,9 @@ def test_results_and_sources_are_in_the_site(site: Path) -> None:
     graying = (site / "graying.html").read_text(encoding="utf-8")
     assert 'href="results/graying-steps-h200.csv"' in graying
     assert 'src="results/graying-growth-h200.png"' in graying
+    tutorial = (site / "tutorial.html").read_text(encoding="utf-8")
+    assert "attention.branch" in tutorial.replace("<span", "")
+    assert 'href="fix-my-model.html"' in tutorial
     assert "gray_tokens" in (site / "examples" / "plain_loop.html").read_text(encoding="utf-8")
 
 
@@ -112,7 +115,7 @@ def test_every_field_of_a_recipe_is_told(site: Path) -> None:
         assert f"<td><code>{field.name}</code></td>" in text
 
 
-@pytest.mark.parametrize("name", ["docstrings", "recipe_fields"])
+@pytest.mark.parametrize("name", ["docstrings", "recipe_fields", "repository"])
 def test_examples_in_the_sites_own_code(name: str) -> None:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "site" / f"{name}.py")
     assert spec is not None

@@ -1,4 +1,4 @@
-"""How the matrix of versions is counted, and that what the README says of it is what was measured."""
+"""How the matrix of versions is counted, and that what the docs say of it is what was measured."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+import badges
 import matrix
 
 TESTS = """
@@ -50,11 +51,18 @@ def test_outcomes_are_counted_by_library(tmp_path: Path, workers: str) -> None:
     assert counts["torch"] == {"passed": 0, "refused": 0, "failed": 0}
 
 
-def test_the_readme_says_what_was_measured() -> None:
+def test_the_page_says_what_was_measured() -> None:
     result = json.loads(matrix.RESULT.read_text(encoding="utf-8"))
-    readme = matrix.README.read_text(encoding="utf-8")
-    assert readme.count(matrix.START) == readme.count(matrix.END) == 1
-    assert matrix.with_section(readme, matrix.readme_section(result)) == readme, "make matrix writes it"
+    page = matrix.PAGE.read_text(encoding="utf-8")
+    assert page.count(matrix.START) == page.count(matrix.END) == 1
+    assert matrix.with_section(page, matrix.page_section(result)) == page, "make matrix writes it"
+
+
+def test_the_badges_say_it_too() -> None:
+    written = {file.name: file.read_text(encoding="utf-8") for file in badges.FOLDER.iterdir()}
+    assert written == badges.badges(), "python tools/badges.py writes them"
+    readme = (badges.ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"docs/images/badges/{name})" in readme for name in written)
 
 
 def test_the_oldest_versions_measured_are_those_of_the_ranges() -> None:

@@ -1,6 +1,6 @@
 """Which versions of the libraries work: the tests of their models, with the oldest and the newest versions.
 
-    python tools/matrix.py                        both; writes results/versions.json and the README's table
+    python tools/matrix.py                        both; writes results/versions.json and docs/versions.md
     python tools/matrix.py --newest --keep-torch  the newest alone, if there are newer ones; writes nothing
 
 The environment of a column is this one with the packages of a folder in front of it: those that pip would
@@ -22,13 +22,14 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+import badges
 from environments import ROOT, project, resolve
 from outcomes import LIBRARIES
 
 TESTS = ("tests/anatomy", "tests/surgery", "tests/probes")
 OUTCOMES = ("passed", "refused", "failed")
 RESULT = ROOT / "results" / "versions.json"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "versions.md"
 START, END = "<!-- versions: make matrix -->\n", "<!-- end of versions -->\n"
 
 Column = dict[str, dict[str, Any]]
@@ -105,7 +106,7 @@ def table(columns: dict[str, Column]) -> list[str]:
     return rows
 
 
-def readme_section(result: dict[str, Any]) -> str:
+def page_section(result: dict[str, Any]) -> str:
     said = (
         "How tests of each library's models (of torch: `TransformerEncoderLayer`) ended with the oldest\n"
         "supported and the newest published versions. Refused: by an error at the edit that says why.\n"
@@ -114,8 +115,8 @@ def readme_section(result: dict[str, Any]) -> str:
     return "\n".join([said, *table(result["columns"]), ""])
 
 
-def with_section(readme: str, section: str) -> str:
-    before, _, rest = readme.partition(START)
+def with_section(page: str, section: str) -> str:
+    before, _, rest = page.partition(START)
     _, _, after = rest.partition(END)
     return f"{before}{START}{section}{END}{after}"
 
@@ -145,9 +146,9 @@ def main() -> None:
             "columns": columns,
         }
         RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        README.write_text(
-            with_section(README.read_text(encoding="utf-8"), readme_section(result)), encoding="utf-8"
-        )
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(with_section(page, page_section(result)), encoding="utf-8")
+        badges.write()
     print("\n".join(table(columns)))
     if any(row["failed"] or row["refused"] for column in columns.values() for row in column.values()):
         raise SystemExit("some tests with these versions failed or were refused.")

@@ -1,10 +1,11 @@
 """The repository's other files in the site, so that a link which works on GitHub works here.
 
-README, CONTRIBUTING, CHANGELOG and the studies' READMEs become pages, scripts and recipes become pages with
-their source, and what was measured (``results/``, and the studies' files) is copied. A relative link to any
-of these is turned to where it went.
+README, CONTRIBUTING, CHANGELOG, notebooks and the studies' READMEs become pages, scripts and recipes become
+pages with their source, and what was measured (``results/``, and the studies' files) is copied. A relative
+link to any of these is turned to where it went.
 """
 
+import json
 import posixpath
 import re
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "results/README.md": "results/index.md",
 }
 STUDIES = "studies"
 PAGES |= {
@@ -42,7 +44,7 @@ def site_path(path: str) -> str | None:
         return f"{STUDIES}.md"
     folder, _, inside = path.partition("/")
     if folder == "docs":
-        return inside
+        return inside.removesuffix(".ipynb") + ".md" if inside.endswith(".ipynb") else inside
     if folder in SOURCES and path.endswith((".py", ".toml")):
         return posixpath.splitext(path)[0] + ".md"
     return path if folder in (RESULTS, STUDIES) or path in TEXTS else None
@@ -74,7 +76,9 @@ def on_files(files: Any, config: Any) -> Any:
     for path in TEXTS:
         if (ROOT / path).is_file():
             files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
-    files.append(File.generated(config, f"{RESULTS}/index.md", content=_results_page()))
+    for file in sorted((ROOT / "docs").glob("*.ipynb")):
+        page = str(site_path(file.relative_to(ROOT).as_posix()))
+        files.append(File.generated(config, page, content=notebook_page(file.read_text(encoding="utf-8"))))
     for folder, pattern in SOURCES.items():
         for file in sorted((ROOT / folder).glob(pattern)):
             path = file.relative_to(ROOT).as_posix()
@@ -95,10 +99,30 @@ def _results() -> Iterator[str]:
             yield file.relative_to(ROOT).as_posix()
 
 
-def _results_page() -> str:
-    lines = [f"- [{path.partition('/')[2]}](../{path})" for path in _results()]
-    about = "The files behind the figures of these pages, each with its environment. The home page names the "
-    return "# Measured results\n\n" + about + "command that makes each again.\n\n" + "\n".join(lines) + "\n"
+def notebook_page(text: str) -> str:
+    r"""A notebook as Markdown: its words, its code, and what the code printed.
+
+    >>> cells = [{"cell_type": "markdown", "source": ["# Title"]}]
+    >>> cells += [{"cell_type": "code", "source": ["print(1)"], "outputs": [{"text": ["1\n"]}]}]
+    >>> print(notebook_page(json.dumps({"cells": cells})))
+    # Title
+    <BLANKLINE>
+    ```python
+    print(1)
+    ```
+    <BLANKLINE>
+    ```text
+    1
+    ```
+    <BLANKLINE>
+    """
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        printed = "".join("".join(each["text"]) for each in cell.get("outputs", ()))
+        parts += [f"```text\n{printed.rstrip()}\n```"] if printed else []
+    return "\n\n".join(parts) + "\n"
 
 
 def _source_page(path: str) -> str:

@@ -9,6 +9,7 @@ Each is a mapping with the function's name and its arguments, without the model.
 {'edit': 'remove_skips', 'which': 'ffn', 'blocks': [0, 2]}
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,15 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 }
 """Of each function what a call can give, in the order in which code shows it. As texts, so that a call is
 checked without loading torch; the values are checked by the functions."""
+CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
+    GRAY: {
+        "method": ("spectral", "svd", "dct", "condition", "energy"),
+        "where": ("embedding", "pixels", "blocks"),
+    },
+    "broadcast_context": {"where": ("mlp.end", "mlp.middle", "mlp.start", "attention.end")},
+    "remove_skips": {"which": ("attention", "ffn", "both", "mixer", "local", "parallel", "all")},
+}
+"""Words that an argument can be, for errors that name the nearest."""
 PLACED_BY = {
     GRAY: "where",
     "broadcast_context": "where",
@@ -99,6 +109,11 @@ class EditCall:
         return f"wp.{self.kind}({', '.join(['model', *first, *rest])})"
 
 
+def defaults_of(kind: str) -> dict[str, Any]:
+    """The arguments of an edit that a function fills in by itself, but for those that are None."""
+    return {name: value for name, value in _DEFAULTS[kind].items() if value is not None}
+
+
 def _shown(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
@@ -124,6 +139,11 @@ def checked_call(call: Any, name: str, giver: str, more: Iterable[str] = ()) -> 
         is_list = isinstance(value, (list, tuple)) and all(type(each) is int for each in value)
         if not isinstance(value, (bool, int, float, str)) and not is_list:
             raise TypeError(f"{kind}'s {key} must be a number, a word or indices, got {value!r}.")
+        words = CHOICES.get(kind, {}).get(key, ())
+        if words and value not in words:
+            raise ValueError(
+                f"{kind}'s {key} must be one of {', '.join(words)}, got {value!r}{nearest(value, words)}"
+            )
     if isinstance(call.get("blocks"), str):
         indices(call["blocks"], f"{kind}'s blocks")
     return {key: list(value) if isinstance(value, tuple) else value for key, value in call.items()}
@@ -137,3 +157,63 @@ def call_arguments(call: Mapping[str, Any], without: Iterable[str] = ()) -> dict
     if isinstance(arguments.get("blocks"), int):
         arguments["blocks"] = [arguments["blocks"]]
     return arguments
+
+
+_OLD_FIELDS = {
+    "graying": ("eps", "eps_end", "eps_per_block", "target_kappa", "gray_floor", "gray_blocks"),
+    "broadcast": ("broadcast_blocks",),
+    "remove_skips": ("skip_blocks",),
+    "uniform_heads": ("uniform_blocks",),
+}
+_OLD_DEFAULTS = {"eps_schedule": "linear", "gray_where": "embedding", "broadcast_where": "mlp.end"}
+OLD_FIELDS = frozenset([*_OLD_FIELDS, *_OLD_DEFAULTS, *itertools.chain(*_OLD_FIELDS.values())])
+"""Fields of recipes before version 0.2.0, which had one for each argument of an edit."""
+
+
+def with_edits(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe with its edits as one list, also where they are those of an older version.
+
+    >>> with_edits({"epochs": 3, "graying": "dct", "eps": 0.9, "broadcast": "cb"})["edits"]
+    [{'edit': 'gray_tokens', 'method': 'dct', 'eps': 0.9}, {'edit': 'broadcast_context'}]
+    """
+    old = {
+        name: value
+        for name, value in values.items()
+        if name in OLD_FIELDS and value not in (None, "none", 0) and value != _OLD_DEFAULTS.get(name)
+    }
+    rest = {name: value for name, value in values.items() if name not in OLD_FIELDS}
+    for of, names in _OLD_FIELDS.items():
+        if alone := [name for name in names if name in old and of not in old]:
+            raise ValueError(f"{alone[0]} does nothing without {of}; give both, or an edit in edits.")
+    made: list[dict[str, Any]] = []
+
+    def add(edit: str, fixed: Mapping[str, Any], **fields: str) -> None:
+        given = {argument: old[field] for argument, field in fields.items() if field in old}
+        made.append({"edit": edit, **fixed, **given})
+
+    if "graying" in old:
+        where = {"where": "gray_where", "target_kappa": "target_kappa", "floor": "gray_floor"}
+        change = {"eps_end": "eps_end", "eps_schedule": "eps_schedule"}
+        if "eps_per_block" in old:
+            powers = old["eps_per_block"]
+            blocks = indices(old["gray_blocks"]) if "gray_blocks" in old else range(len(powers))
+            if len(blocks) != len(powers):
+                raise ValueError(f"eps_per_block must have {len(blocks)} powers, got {len(powers)}.")
+            for eps, block in zip(powers, blocks, strict=True):
+                add(GRAY, {"method": old["graying"], "eps": eps, "blocks": [block]}, **where)
+        else:
+            add(GRAY, {"method": old["graying"]}, eps="eps", **where, blocks="gray_blocks", **change)
+    if "broadcast" in old:
+        scaled = {"scaled": True} if old["broadcast"] == "cb_s" else {}
+        add("broadcast_context", scaled, where="broadcast_where", blocks="broadcast_blocks")
+    if "remove_skips" in old:
+        add("remove_skips", {}, which="remove_skips", blocks="skip_blocks")
+    if "uniform_heads" in old:
+        add("uniform_heads", {}, heads="uniform_heads", blocks="uniform_blocks")
+    own = rest.get("edits")
+    return {**rest, "edits": [*made, *(() if own in (None, "none") else own)]} if made else rest
+
+
+def plain_calls(recipe: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The edits of a recipe that was saved, by whichever version."""
+    return list(with_edits(recipe).get("edits", ()))

@@ -1,13 +1,16 @@
 """A small ViT on handwritten digits, with and without its skips and with each edit: what changes?
 
-Real images that come with the package, so it runs offline. The variants are recipes of the trainer, one
-process each beside the others; then each is diagnosed, and the numbers of this run become a table and a page.
+Real images that come with the package, so it runs offline. The variants are recipes of the trainer, each
+with several seeds, one process a run; then each is diagnosed, and the numbers of these runs become two
+tables, some sentences and a page.
 
-An interrupted demo goes on when it is called again; a finished one is made anew.
+An interrupted demo resumes when it is called again; a finished one starts over.
 """
 
 import json
+import math
 import shutil
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
 from wellposed import __version__
@@ -25,13 +28,17 @@ from wellposed.train.recipe import Recipe
 from wellposed.train.sweep import COMMAND, Run, failures, train_runs
 
 if TYPE_CHECKING:
+    from wellposed.probes import Diagnosis
     from wellposed.probes.diagnose import What
     from wellposed.records import Record
 
 MARK, RUNS, PAGE = "demo.json", "runs", "report.html"
-PROBE_IMAGES = 64
-WHAT: Sequence["What"] = ("conditioning", "density", "bounds")
+EPOCHS, SEEDS = 12, 3
+PROBE_IMAGES = 32
+WHAT: Sequence["What"] = ("conditioning", "density")
 PLAIN, NO_FFN, NO_ATTENTION = "all-skips", "no-ffn-skips", "no-attention-skips"
+GRAYED, CB = "grayed-0.7", "cb"
+EPS = 0.7
 
 DIGITS: Mapping[str, Any] = {
     "model": "vit_tiny_patch16_224",
@@ -47,40 +54,48 @@ DIGITS: Mapping[str, Any] = {
 COMMON: Mapping[str, Any] = {
     **DIGITS,
     "data": "digits",
+    "lr": 1.5e-3,
     "init": "xavier",
-    "monitor_every": 42,
+    "eval_every": 4,
+    "monitor_every": 0,
     "trackers": (),
     # On a GPU so small a model gains nothing, and the table would be that of another device.
     "device": "cpu",
 }
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     PLAIN: {},
-    NO_FFN: {"remove_skips": "ffn"},
-    NO_ATTENTION: {"remove_skips": "attention"},
-    "grayed-spectral-0.7": {"graying": "spectral", "eps": 0.7},
-    "grayed-dct-0.95": {"graying": "dct", "eps": 0.95},
-    "cb": {"broadcast": "cb"},
+    NO_FFN: {"edits": ["remove_skips which=ffn"]},
+    NO_ATTENTION: {"edits": ["remove_skips which=attention"]},
+    # All tokens that the first block reads, so that what it does to them is seen there.
+    GRAYED: {"edits": [f"gray_tokens eps={EPS} where=blocks blocks=0"]},
+    CB: {"edits": ["broadcast_context"]},
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """Of the table: medians over images and blocks, of the last weights.
+    """Of the table: medians over images and blocks, of the last weights of all seeds.
 
     Args:
-        name: of the variant and of the folder of its run.
-        accuracy: on all test images, from 0 to 1.
-        kappa_in: of the tokens that the first block gets.
-        kappa_attention, kappa_ffn: of what the branches add, without their skips.
+        name: of the variant.
+        accuracy: of each seed, on all test images, from 0 to 1.
+        kappa_in: of the tokens that the first block reads.
+        kappa_attention, kappa_ffn: of the outputs of the branches, without their skips.
         entropy: of the attention rows.
+        leaving: kappa of the tokens that leave each block, in their order.
     """
 
     name: str
-    accuracy: float
+    accuracy: Mapping[int, float]
     kappa_in: "Record"
     kappa_attention: "Record"
     kappa_ffn: "Record"
     entropy: "Record"
+    leaving: tuple["Record", ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.accuracy.values())
 
     @property
     def measured(self) -> tuple["Record", ...]:
@@ -98,45 +113,66 @@ class Outcome:
 def run(
     out: str | Path = "demo",
     *,
-    epochs: int = 25,
+    epochs: int = EPOCHS,
     seed: int = 0,
+    seeds: int = SEEDS,
     console: Console | None = None,
 ) -> Outcome:
-    """Train and measure every variant, print the table, write the page.
+    """Train and measure every variant, print the tables, write the page.
 
     Args:
         out: gets ``report.html``, ``demo.json`` and the folder ``runs``.
         epochs: passes over the training images.
-        seed: of the split, the weights and the order of the images.
+        seed: the first one, of the split, the weights and the order of the images.
+        seeds: how many runs each variant has.
         console: where to print.
     """
     out, console = Path(out), console or Console()
-    own = {"epochs": epochs, "seed": seed}
-    recipes = {name: Recipe(**{**COMMON, **edit, **own}) for name, edit in VARIANTS.items()}
-    runs = [Run(name, name, recipe, out / RUNS / name) for name, recipe in recipes.items()]
+    recipes = {
+        f"{name}-{each}": Recipe(**{**COMMON, **edit, "epochs": epochs, "seed": each})
+        for each in range(seed, seed + seeds)
+        for name, edit in VARIANTS.items()
+    }
+    runs = [Run(name, name.rpartition("-")[0], recipe, out / RUNS / name) for name, recipe in recipes.items()]
     _make_room(out, {name: recipe.to_mapping() for name, recipe in recipes.items()})
     jobs = min(usable_cores() or 1, len(runs))
     children, code = train_runs(runs, out=out / RUNS, jobs=jobs, command=COMMAND, console=console)
     for text in failures(children):
         _say(console, text)
     if any(child.state in ("waiting", "interrupted") for child in children):
-        _say(console, "stopped; the same command goes on where it was.")
+        _say(console, "stopped; the same command resumes.")
         return Outcome([], code)
-    folders = [child.run.folder for child in children if child.state == "finished"]
-    if not folders:
+    finished = [child.run for child in children if child.state == "finished"]
+    if not finished:
         return Outcome([], code)
-    rows = [measure(folder) for folder in track(folders, "measuring", console=console, transient=True)]
-    console.print(as_table(rows, folders[0], epochs, seed))
-    for sentence in findings(rows):
-        _say(console, sentence)
-    _write(out, folders, rows)
+    diagnoses = {each.name: diagnosis for each, diagnosis in _diagnosed(finished, console)}
+    rows = [
+        row_of(name, {each.recipe.seed: (each.folder, diagnoses[each.name]) for each in own})
+        for name in VARIANTS
+        if (own := [each for each in finished if each.group == name])
+    ]
+    console.print(as_table(rows, finished[0].folder, epochs))
+    console.print(leaving_table(rows))
+    for sentence in findings(rows, _result(finished[0].folder)["about"]["test_images"]):
+        _say(console, f"\n{sentence}")
+    _write(out, [each.folder for each in finished], rows)
     where = (out / PAGE).resolve().as_uri()
     _say(console, f"\nwritten to {out}: {PAGE}, {MARK}, {RUNS}\nopen {out / PAGE} in a browser: {where}")
+    for sentence in closing(rows):
+        _say(console, f"\n{sentence}")
     return Outcome(rows, code)
 
 
-def measure(folder: Path) -> Row:
-    """Diagnose the last weights of a finished run; the diagnosis goes into its folder."""
+def _diagnosed(runs: Sequence[Run], console: Console) -> Iterator[tuple[Run, "Diagnosis"]]:
+    # The spinner and the clock move while one run is measured.
+    columns = (SpinnerColumn(), *Progress.get_default_columns()[:3], TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        for each in progress.track(runs, description="measuring"):
+            yield each, diagnosed(each.folder)
+
+
+def diagnosed(folder: Path) -> "Diagnosis":
+    """Measure the last weights of a finished run; the diagnosis goes into its folder."""
     import wellposed
     from wellposed.diagnosing import trained_model
 
@@ -154,13 +190,25 @@ def measure(folder: Path) -> Row:
     diagnosis.about.update(target.about)
     diagnosis.notes.extend(target.notes)
     diagnosis.to_json(folder / "diagnosis.json")
+    return diagnosis
+
+
+def row_of(name: str, runs: Mapping[int, tuple[Path, "Diagnosis"]]) -> Row:
+    """One variant, of its folders and diagnoses by their seeds."""
+    diagnoses = [diagnosis for _, diagnosis in runs.values()]
+
+    def median(measure: str, **where: Any) -> "Record":
+        return _median([record for each in diagnoses for record in each.select(measure, **where)])
+
+    depth = 1 + max(record.block or 0 for record in diagnoses[0].select("kappa", position="ffn.sum"))
     return Row(
-        name=folder.name,
-        accuracy=_result(folder)["test"]["accuracy"],
-        kappa_in=_median(diagnosis.select("kappa", block=0, position="input")),
-        kappa_attention=_median(diagnosis.select("kappa", position="attention.branch")),
-        kappa_ffn=_median(diagnosis.select("kappa", position="ffn.branch")),
-        entropy=_median(diagnosis.select("entropy", head=None)),
+        name=name,
+        accuracy={seed: _result(folder)["test"]["accuracy"] for seed, (folder, _) in runs.items()},
+        kappa_in=median("kappa", block=0, position="input"),
+        kappa_attention=median("kappa", position="attention.branch"),
+        kappa_ffn=median("kappa", position="ffn.branch"),
+        entropy=median("entropy", head=None),
+        leaving=tuple(median("kappa", block=block, position="ffn.sum") for block in range(depth)),
     )
 
 
@@ -188,18 +236,18 @@ def _median(records: Sequence["Record"]) -> "Record":
     return summarize(records[0].measure, Sample(values, torch.tensor(flags)))
 
 
-def as_table(rows: Sequence[Row], folder: Path, epochs: int, seed: int) -> Table:
+def as_table(rows: Sequence[Row], folder: Path, epochs: int) -> Table:
     """The table; how many images there were is read from one of the runs."""
     about = _result(folder)["about"]
+    n = max(len(row.accuracy) for row in rows)
     table = Table(
-        title="A small ViT on handwritten digits, with and without its skips and with each edit",
+        title="A small ViT on handwritten digits: its skips, and each edit",
         caption=(
             f"{about['train_images']:,} training and {about['test_images']} test images, {epochs} epochs, "
-            f"one run each, seed {seed}. All start from Xavier's weights: without skips a ViT does not start "
-            "to learn from timm's. kappa: condition number of the token matrix, median over "
-            f"{PROBE_IMAGES} test images and all blocks, in float64, after training; 'into block 0' are the "
-            "tokens that the first block gets, the others what a branch adds, without its skip. ≥: float32 "
-            "cannot tell more. entropy: of the attention rows, 1 is uniform."
+            f"Xavier's initialisation; {'one run' if n == 1 else f'means of {n} runs'} each. kappa: "
+            "condition number of the tokens after training, median over images, blocks and runs; of "
+            "attention and FFN before their skip is added. ≥: a lower bound, float32 resolves no more. "
+            "Entropy of the attention rows, 1 is uniform."
         ),
         caption_justify="left",
     )
@@ -207,33 +255,94 @@ def as_table(rows: Sequence[Row], folder: Path, epochs: int, seed: int) -> Table
     for title in ("accuracy", "kappa into\nblock 0", "kappa of\nattention", "kappa\nof FFN", "entropy"):
         table.add_column(title, justify="right")
     for row in rows:
-        table.add_row(row.name, f"{row.accuracy:.1%}", *(record.text() for record in row.measured))
+        table.add_row(row.name, f"{row.mean:.1%}", *(record.text() for record in row.measured))
     return table
 
 
-def findings(rows: Sequence[Row]) -> list[str]:
-    """What removing either kind of skip did, in sentences, also where it is not what the paper saw."""
+def leaving_table(rows: Sequence[Row]) -> Table:
+    """What the blocks do to the tokens one after the other, as powers of ten."""
+    table = Table(
+        title="log10 of kappa of the tokens that leave each block",
+        caption="Each step of 1 is ten times worse.",
+        caption_justify="left",
+    )
+    table.add_column("block", no_wrap=True)
+    for block in range(max(len(row.leaving) for row in rows)):
+        table.add_column(str(block), justify="right")
+    for row in rows:
+        table.add_row(row.name, *map(_power, row.leaving))
+    return table
+
+
+def _power(record: "Record") -> str:
+    if not record.value:
+        return "-"
+    return f"{'≥' if record.status == 'at least' else ''}{math.log10(record.value):.1f}"
+
+
+def findings(rows: Sequence[Row], test_images: int) -> list[str]:
+    """What each change did, in sentences made of the numbers of these runs."""
+    by_name = {row.name: row for row in rows}
+    if PLAIN not in by_name:
+        return []
+    plain = by_name[PLAIN]
+    titles = {
+        NO_FFN: "Without the FFN's skips",
+        NO_ATTENTION: "Without attention's skips",
+        GRAYED: f"Graying what block 0 reads (eps {EPS})",
+        CB: "Context Broadcasting",
+    }
+    said = []
+    for name, title in titles.items():
+        if name in by_name:
+            row = by_name[name]
+            parts = [f"accuracy {_points(plain, row, test_images)}"]
+            if name == GRAYED:
+                parts.append(_arrow("kappa into block 0", plain.kappa_in, row.kappa_in))
+            else:
+                parts.append(
+                    _arrow("kappa of attention's output", plain.kappa_attention, row.kappa_attention)
+                )
+                parts.append(_arrow("entropy", plain.entropy, row.entropy))
+            said.append(f"{title}: {', '.join(parts)}.")
+    return said
+
+
+def closing(rows: Sequence[Row]) -> list[str]:
+    """What was seen, and what to do next, in two sentences."""
     by_name = {row.name: row for row in rows}
     if not by_name.keys() >= {PLAIN, NO_FFN, NO_ATTENTION}:
         return []
     plain, no_ffn, no_attention = (by_name[name] for name in (PLAIN, NO_FFN, NO_ATTENTION))
-    as_in_paper = no_attention.accuracy < no_ffn.accuracy
+    last = [row.leaving[-1] for row in (plain, no_ffn, no_attention)]
+    is_worst = (last[2].value or 0) > max(last[0].value or 0, last[1].value or 0)
+    holds = "holds the conditioning" if is_worst else "is not the one that holds it in these runs"
     return [
-        _change("Without the FFN's skips", plain, no_ffn),
-        _change("Without attention's skips", plain, no_attention),
-        "The paper lost 2 points without the FFN's skips and 22 without attention's (ViT-Tiny, CIFAR-10); "
-        f"in accuracy this run {'shows' if as_in_paper else 'does not show'} that order. It is one short run "
-        "on digits: --seed N makes another.",
+        f"Seen: the tokens that leave the last block have kappa {last[0].text()} with all skips, "
+        f"{last[1].text()} without the FFN's and {last[2].text()} without attention's, so attention's skip "
+        f"{holds}; accuracy is {plain.mean:.1%}, {no_ffn.mean:.1%} and {no_attention.mean:.1%}.",
+        "Next: measure your own model with wellposed diagnose MODEL --images DIR, and look up what you see "
+        "in docs/fix-my-model.md.",
     ]
 
 
-def _change(title: str, plain: Row, edited: Row) -> str:
-    points = 100 * (edited.accuracy - plain.accuracy)
-    return (
-        f"{title}: accuracy {points:+.1f} points, kappa of what attention adds "
-        f"{plain.kappa_attention.text()} -> {edited.kappa_attention.text()}, entropy "
-        f"{plain.entropy.text()} -> {edited.entropy.text()}."
-    )
+def _points(plain: Row, edited: Row, test_images: int) -> str:
+    """The difference by seed, with its interval; of one seed, with what so many test images can resolve."""
+    from wellposed.stats import one_sample
+
+    seeds = sorted(edited.accuracy.keys() & plain.accuracy.keys())
+    difference = one_sample([100 * (edited.accuracy[seed] - plain.accuracy[seed]) for seed in seeds])
+    if difference.p is not None:
+        zero = "; no difference, zero is inside" if difference.covers(0) else ""
+        return f"{difference.mean:+.1f} points [{difference.low:+.1f}, {difference.high:+.1f}]{zero}"
+    share = (edited.mean + plain.mean) / 2
+    resolved = 196 * math.sqrt(2 * share * (1 - share) / (test_images * difference.n))
+    within = "; within" if abs(difference.mean) <= resolved else "; beyond"
+    return f"{difference.mean:+.1f} points ({test_images} test images{within} their chance, ±{resolved:.1f})"
+
+
+def _arrow(name: str, before: "Record", after: "Record") -> str:
+    return f"{name} {before.text()} -> {after.text()}"
 
 
 def _make_room(out: Path, recipes: Mapping[str, Any]) -> None:
@@ -270,11 +379,13 @@ def _write(out: Path, folders: Sequence[Path], rows: Sequence[Row]) -> None:
 
 def _plain(row: Row) -> dict[str, Any]:
     names = ("kappa_in", "kappa_attention", "kappa_ffn", "entropy")
-    told = {
+    medians = {
         name: {"median": record.value, "status": record.status}
         for name, record in zip(names, row.measured, strict=True)
     }
-    return {"name": row.name, "accuracy": row.accuracy, **told}
+    by_seed = {str(seed): accuracy for seed, accuracy in row.accuracy.items()}
+    leaving = [{"median": each.value, "status": each.status} for each in row.leaving]
+    return {"name": row.name, "accuracy": row.mean, "by_seed": by_seed, **medians, "leaving": leaving}
 
 
 def _result(folder: Path) -> dict[str, Any]:

@@ -184,9 +184,14 @@ def _is_number(value: Any) -> bool:
 
 
 def write_json(records: Sequence[Record], about: dict[str, Any], path: str | Path) -> None:
+    """A file with :func:`json_text` in it."""
+    write_text(path, json_text(records, about))
+
+
+def json_text(records: Sequence[Record], about: dict[str, Any]) -> str:
     """One JSON object: ``about`` and ``records``."""
     content = {"about": about, "records": [to_dict(record) for record in records]}
-    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 def read_json(path: str | Path) -> tuple[list[Record], dict[str, Any]]:

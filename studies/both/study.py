@@ -10,10 +10,8 @@ from studies.study import Records, Report, Scale, Study, Variant
 from wellposed.stats import Claim, one_sample
 
 NONE, CB = "none", "CB"
-GRAYINGS: dict[str, dict[str, Any]] = {
-    "spectral": {"graying": "spectral", "eps": 0.7},
-    "DCT": {"graying": "dct", "eps": 0.95},
-}
+GRAYINGS = {"spectral": "gray_tokens eps=0.7", "DCT": "gray_tokens method=dct eps=0.95"}
+BROADCASTING = "broadcast_context"
 
 
 def with_cb(name: str) -> str:
@@ -21,11 +19,11 @@ def with_cb(name: str) -> str:
 
 
 def variants(scale: Scale, data: str) -> list[Variant]:
-    made = [Variant(NONE, vit(scale, data)), Variant(CB, vit(scale, data, broadcast="cb"))]
-    for name, fields in GRAYINGS.items():
+    made = [Variant(NONE, vit(scale, data)), Variant(CB, vit(scale, data, edits=[BROADCASTING]))]
+    for name, graying in GRAYINGS.items():
         made += [
-            Variant(name, vit(scale, data, **fields)),
-            Variant(with_cb(name), vit(scale, data, broadcast="cb", **fields)),
+            Variant(name, vit(scale, data, edits=[graying])),
+            Variant(with_cb(name), vit(scale, data, edits=[graying, BROADCASTING])),
         ]
     return made
 

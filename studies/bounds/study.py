@@ -40,7 +40,7 @@ MEASURES = {
 }
 EDITS: dict[str, dict[str, Any]] = {
     "all skips": {},
-    "no attention skip": {"remove_skips": "attention", "init": "xavier"},
+    "no attention skip": {"edits": ["remove_skips which=attention"], "init": "xavier"},
 }
 IMAGES = 4
 BLOCKS = 6

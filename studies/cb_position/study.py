@@ -23,8 +23,8 @@ PLACES = {
 
 def variants(scale: Scale, data: str) -> list[Variant]:
     model = {"model": "vit_small_patch16_224"} if scale == "paper" else {}
-    fields = {label: {"broadcast": "cb", "broadcast_where": place} for label, place in PLACES.items()}
-    edits: dict[str, dict[str, Any]] = {NONE: {}, **fields, UNIFORM: {"uniform_heads": 1}}
+    fields = {label: {"edits": [f"broadcast_context where={place}"]} for label, place in PLACES.items()}
+    edits: dict[str, dict[str, Any]] = {NONE: {}, **fields, UNIFORM: {"edits": ["uniform_heads"]}}
     return [Variant(label, vit(scale, data, **model, **edit)) for label, edit in edits.items()]
 
 

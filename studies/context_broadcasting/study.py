@@ -14,7 +14,11 @@ from studies.study import Records, Report, Scale, Study, Variant
 from wellposed.stats import Claim
 
 NONE, CB, CB_S = "none", "CB", "CB_S"
-EDITS: dict[str, dict[str, Any]] = {NONE: {}, CB: {"broadcast": "cb"}, CB_S: {"broadcast": "cb_s"}}
+EDITS: dict[str, dict[str, Any]] = {
+    NONE: {},
+    CB: {"edits": ["broadcast_context"]},
+    CB_S: {"edits": ["broadcast_context scaled=true"]},
+}
 SIZES = {"ViT-Ti": "vit_tiny_patch16_224", "ViT-S": "vit_small_patch16_224", "ViT-B": "vit_base_patch16_224"}
 
 

@@ -35,8 +35,8 @@ def variants(scale: Scale, data: str) -> list[Variant]:
     for method, values in (PAPER_EPS if scale == "paper" else EPS).items():
         for place in PLACES:
             for eps in values:
-                fields = {"graying": method, "eps": eps, "gray_where": place}
-                made.append(Variant(f"{method} {eps:g}, {place}", vit(scale, data, **fields)))
+                edit = {"edit": "gray_tokens", "method": method, "eps": eps, "where": place}
+                made.append(Variant(f"{method} {eps:g}, {place}", vit(scale, data, edits=[edit])))
     return made
 
 

@@ -25,11 +25,11 @@ NONE, SPECTRAL, ENERGY, ZCA = "none", "spectral 0.7", "energy of spectral 0.7", 
 UNSCALED, DCT, CONDITION = "spectral 0.7, not rescaled", "DCT 0.95", "condition"
 EDITS: dict[str, dict[str, Any]] = {
     NONE: {},
-    SPECTRAL: {"graying": "spectral", "eps": 0.7},
+    SPECTRAL: {"edits": ["gray_tokens eps=0.7"]},
     ENERGY: {"edits": ({"edit": "gray_tokens", "method": "energy", "eps": 0.7},)},
     UNSCALED: {"edits": ({"edit": "gray_tokens", "method": "spectral", "eps": 0.7, "rescale": False},)},
-    DCT: {"graying": "dct", "eps": 0.95},
-    CONDITION: {"graying": "condition"},
+    DCT: {"edits": ["gray_tokens method=dct eps=0.95"]},
+    CONDITION: {"edits": ["gray_tokens method=condition"]},
 }
 RATES = {"none, learning rate 1e-3": 1e-3, "none, learning rate 4e-3": 4e-3}
 TUNED = "none, best learning rate"

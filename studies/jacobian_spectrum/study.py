@@ -45,8 +45,8 @@ _POINTS = 41  # of a spectrum; all of SHARES fall on one
 EDITS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     # The spectral method gives the same tokens as an SVD, in a fraction of the time.
-    "trained with SVD graying, eps 0.7": {"graying": "spectral", "eps": 0.7},
-    "trained with DCT graying, eps 0.7": {"graying": "dct", "eps": 0.7},
+    "trained with SVD graying, eps 0.7": {"edits": ["gray_tokens eps=0.7"]},
+    "trained with DCT graying, eps 0.7": {"edits": ["gray_tokens method=dct eps=0.7"]},
 }
 
 
@@ -64,13 +64,14 @@ def spectra_of_run(folder: Path) -> list[dict[str, Any]]:
 
 
 def _measured(run: TrainedRun, moment: Moment) -> Iterator[dict[str, Any]]:
-    model, recipe = run.model(moment), run.recipe
+    model = run.model(moment)
+    graying = next((call for call in run.recipe.edits if call["edit"] == "gray_tokens"), None)
     options: dict[str, Any] = {"density": True, "dense_limit": DENSE}
     for number in range(len(run.images)):
         image, row = run.images[number : number + 1], partial(_row, moment, image=number)
         as_it_is = spectrum_of(model, image, **options)
-        if recipe.graying is not None:
-            yield row(as_it_is, method=recipe.graying, eps=recipe.eps)
+        if graying is not None:
+            yield row(as_it_is, method=graying["method"], eps=graying["eps"])
             continue
         for method in METHODS:
             for where in PLACES:

@@ -12,7 +12,7 @@ from studies.report import accuracy_report
 from studies.study import Records, Report, Scale, Study, Variant
 
 PLAIN, GRAYED, SCRATCH = "MAE, fine-tuned", "MAE + DCT, fine-tuned", "from scratch"
-DCT: dict[str, Any] = {"graying": "dct", "eps": 0.95, "gray_where": "blocks", "gray_blocks": "0"}
+DCT: dict[str, Any] = {"edits": ["gray_tokens method=dct eps=0.95 where=blocks blocks=0"]}
 UNLABELLED: dict[str, Any] = {
     "task": "mae",
     "mixup": 0.0,

@@ -36,7 +36,7 @@ def edits(mean: float, difference: float) -> dict[str, Any]:
     if (mean, difference) == (1, 1):
         return {}
     if (mean, difference) == (1, 0.5):
-        return {"broadcast": "cb"}
+        return {"edits": ["broadcast_context"]}
     return {"edits": ({"edit": "broadcast_context", "mean": mean, "difference": difference},)}
 
 

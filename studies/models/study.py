@@ -12,7 +12,7 @@ from studies.report import accuracy_report
 from studies.study import Records, Report, Scale, Study, Variant, data_name
 from wellposed.stats import Estimate
 
-DCT: dict[str, Any] = {"graying": "dct", "eps": 0.95}
+DCT: dict[str, Any] = {"edits": ["gray_tokens method=dct eps=0.95"]}
 PAPER_MODELS: dict[str, dict[str, Any]] = {
     "ViT-S": {"model": "vit_small_patch16_224"},
     "ViT-B": {"model": "vit_base_patch16_224"},

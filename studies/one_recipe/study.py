@@ -29,7 +29,8 @@ def variants(scale: Scale, data: str) -> list[Variant]:
     for depth in DEPTHS:
         for init in INITIALISATIONS:
             for row, removed in ROWS.items():
-                fields: dict[str, Any] = {"init": init, "remove_skips": removed, "lr": LEARNING_RATE}
+                edits = [f"remove_skips which={removed}"] if removed else []
+                fields: dict[str, Any] = {"init": init, "edits": edits, "lr": LEARNING_RATE}
                 fields["model_options"] = {"depth": depth}
                 recipe = brief_vit(scale, data, **fields | ({"drop_path": 0.0} if scale == "paper" else {}))
                 made.append(Variant(label(init, depth, row), recipe))

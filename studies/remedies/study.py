@@ -18,10 +18,10 @@ from wellposed.stats import Claim
 NONE = "none"
 REMEDIES: dict[str, dict[str, Any]] = {
     NONE: {},
-    "spectral graying": {"graying": "spectral", "eps": 0.7},
-    "DCT graying": {"graying": "dct", "eps": 0.95},
-    "condition": {"graying": "condition"},
-    "CB": {"broadcast": "cb"},
+    "spectral graying": {"edits": ["gray_tokens eps=0.7"]},
+    "DCT graying": {"edits": ["gray_tokens method=dct eps=0.95"]},
+    "condition": {"edits": ["gray_tokens method=condition"]},
+    "CB": {"edits": ["broadcast_context"]},
     "condition_weights": {"edits": ({"edit": "condition_weights"},)},
     "normalise_spectrum": {"edits": ({"edit": "normalise_spectrum"},)},
     "mimetic initialisation": {"init": "mimetic"},

@@ -15,8 +15,8 @@ from wellposed.train.recipe import TRIVIAL_POLICY
 ALL, NO_FFN, NO_ATTENTION = "all skips", "no FFN skip", "no attention skip"
 EDITS: dict[str, dict[str, Any]] = {
     ALL: {},
-    NO_FFN: {"remove_skips": "ffn"},
-    NO_ATTENTION: {"remove_skips": "attention"},
+    NO_FFN: {"edits": ["remove_skips which=ffn"]},
+    NO_ATTENTION: {"edits": ["remove_skips which=attention"]},
 }
 PAPER = {ALL: 92.0, NO_FFN: 90.0, NO_ATTENTION: 70.0}
 POSITIONS = {

@@ -46,7 +46,7 @@ def variants(scale: Scale, data: str) -> list[Variant]:
         lr = PAPER_LR[name, init] if scale == "paper" else LR
         fields = {**EDITS[name], "init": init, "lr": lr, "model_options": {"depth": depth}}
         if blocks is not None:
-            fields["skip_blocks"] = f"0-{blocks - 1}"
+            fields["edits"] = [f"{edit} blocks=0-{blocks - 1}" for edit in fields["edits"]]
         return Variant(label_of(name, depth, init, blocks), combine(base.to_mapping(), fields))
 
     made = []

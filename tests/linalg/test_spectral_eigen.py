@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from reference.spectra import clustered, generator, geometric, power_law, repeated, with_singular_values
-from wellposed.linalg import eager, spectral_plan, spectral_power, svd_power
+from wellposed.linalg import execution, spectral_plan, spectral_power, svd_power
 from wellposed.linalg.svd_power import _adjoint
 from wellposed.nn.functional import gray
 
@@ -120,7 +120,7 @@ def value_and_gradient(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.usefixtures("two_threads")
 def test_threads_change_nothing(monkeypatch):
-    monkeypatch.setattr(eager, "_ENTRIES", 4 * 20**2)
+    monkeypatch.setattr(execution, "_ENTRIES", 4 * 20**2)
     x = torch.randn(30, 20, 33, generator=generator(2))
     shared = value_and_gradient(x)
     assert torch.get_num_threads() == 2
@@ -140,7 +140,7 @@ def test_threads_change_nothing(monkeypatch):
 
 @pytest.mark.usefixtures("two_threads")
 def test_several_threads_may_gray_at_once(monkeypatch):
-    monkeypatch.setattr(eager, "_ENTRIES", 4 * 20**2)
+    monkeypatch.setattr(execution, "_ENTRIES", 4 * 20**2)
     x = torch.randn(30, 20, 33, generator=generator(2))
     expected = value_and_gradient(x)
     found: list[tuple[Tensor, Tensor]] = []
@@ -161,7 +161,7 @@ def _gray_in_a_child(x: Tensor, queue) -> None:
 
 @pytest.mark.usefixtures("two_threads")
 def test_a_forked_process_has_threads_of_its_own(monkeypatch):
-    monkeypatch.setattr(eager, "_ENTRIES", 4 * 20**2)
+    monkeypatch.setattr(execution, "_ENTRIES", 4 * 20**2)
     x = torch.randn(30, 20, 33, generator=generator(2))
     expected = spectral_power(x, 0.7).sum().item()
     context = multiprocessing.get_context("fork")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from reference.spectra import clustered, generator, geometric, orthogonal, power_law, repeated, values
-from wellposed.linalg.top_eigen import top_eigenpair
+from wellposed.linalg.spectral_chain import top_eigenpair
 
 SPECTRA = {
     "geometric": geometric(60, 1e4),

@@ -10,7 +10,7 @@ import wellposed as wp
 from reference.gradients import SEED, assert_kernel, gram, reference_rows, single_images
 from untouched import assert_same, fingerprint
 from wellposed.anatomy import blocks
-from wellposed.probes import ntk_rows
+from wellposed.probes import ntk_gradients
 from wellposed.probes.ntk import kernel_spectrum, ntk, ntk_spectrum
 from zoo import BY_NAME, Case, each_kind, families
 
@@ -115,7 +115,8 @@ def test_the_model_is_left_as_it_was(case: Case, fails: bool, monkeypatch: pytes
     wp.remove_skips(model, "attention", blocks=0)
     before, switched = fingerprint(model), switches(model)
     if fails:
-        monkeypatch.setattr(ntk_rows, "_gradient", lambda *_: 1 / 0)
+        for way in ("_gradient", "_mapped_gradients"):
+            monkeypatch.setattr(ntk_gradients, way, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             ntk(model, x, groups="parts")
     else:
@@ -212,6 +213,42 @@ def test_the_model_need_not_be_known_unless_its_blocks_are_asked_for() -> None:
     assert_kernel(found.kernel, gram(rows))
     with pytest.raises(wp.UnknownModelError):
         ntk(model, x, groups="blocks")
+
+
+@families("timm vit", "timm swin", "timm cait", "hf vit", "hf dinov3", "torchvision vit", "timm resmlp")
+@pytest.mark.parametrize("outputs", ["sum", "all"])
+def test_mapped_images_give_the_kernel_of_single_rows(
+    case: Case, outputs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = case.model(), case.input(3)
+    exact = measure(model, x, outputs=outputs, dtype=torch.float64).kernel
+    mapped = measure(model, x, outputs=outputs)
+    monkeypatch.setattr(ntk_gradients, "MAPPED_NUMBERS", {"cpu": 0})
+    single = measure(model, x, outputs=outputs)
+    assert (mapped.how, single.how) == ("mapped over 3 images at a time", "row by row")
+    assert "mapped over" in mapped.records()[0].estimator
+    assert_kernel(mapped.kernel, exact, relative=1e-5)
+    assert_kernel(single.kernel, exact, relative=1e-5)
+
+
+def test_what_is_not_mapped() -> None:
+    assert measure(BY_NAME["timm xcit"].model(), BY_NAME["timm xcit"].input(2)).how == "row by row"
+    assert measure(BY_NAME["hf vitmae"].model(), BY_NAME["hf vitmae"].input(2)).how == "row by row"
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(12))
+
+        def forward(self, x: Tensor) -> Tensor:
+            values = x.flatten(1) * self.weight
+            return values if values.sum().item() > 0 else 2 * values
+
+    x = torch.randn(5, 3, 2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model = Branching().double()
+    found = ntk(model, x)
+    assert found.how.startswith("row by row, since it cannot be mapped: ")
+    assert_kernel(found.kernel, gram(reference_rows(model, list(x.split(1)), None)))
 
 
 def test_the_kernel_of_a_linear_model_is_that_of_its_inputs() -> None:

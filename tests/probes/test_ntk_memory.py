@@ -1,15 +1,16 @@
 """The memory limit of the neural tangent kernel: kept, and without a say in the result."""
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from reference.gradients import assert_kernel
-from wellposed.probes import ntk_rows
+from wellposed.probes import ntk_gradients
 from wellposed.probes.ntk import ntk
-from wellposed.probes.ntk_plan import plan_passes
+from wellposed.probes.ntk_gradients import plan_passes
 from zoo import BY_NAME
 
 VIT = BY_NAME["timm vit"]
@@ -37,25 +38,54 @@ class _Live:
         self.now -= size
 
 
+def watched(monkeypatch: pytest.MonkeyPatch) -> _Live:
+    """Counts all gradients that are made and kept from now on."""
+    live, empty = _Live(), torch.empty
+    row, mapped, held = (
+        getattr(ntk_gradients, name) for name in ("_gradient", "_mapped_gradients", "_held_gradients")
+    )
+
+    def counted(made: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        return lambda *args: tuple(live.track(gradient) for gradient in made(*args))
+
+    monkeypatch.setattr(ntk_gradients, "_gradient", counted(row))
+    monkeypatch.setattr(ntk_gradients, "_mapped_gradients", counted(mapped))
+    monkeypatch.setattr(
+        ntk_gradients.torch, "empty", lambda *shape, **like: live.track(empty(*shape, **like))
+    )
+    monkeypatch.setattr(ntk_gradients, "_held_gradients", lambda *args: live.track(held(*args)))
+    return live
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", ["60KB", "80KB", "500KB", "4MB"])
 def test_the_memory_limit_is_kept_and_changes_nothing(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ntk_gradients, "MAPPED_NUMBERS", {"cpu": 0})
     model, x = VIT.model(), VIT.input(10)
     expected = ntk(model, x, groups="parts")
-    live = _Live()
-    made, held = ntk_rows._gradient, ntk_rows._held_gradients
-
-    def counted_row(value: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(live.track(gradient) for gradient in made(value, leaves))
-
-    empty = torch.empty
-    monkeypatch.setattr(ntk_rows, "_gradient", counted_row)
-    monkeypatch.setattr(ntk_rows.torch, "empty", lambda *shape, **like: live.track(empty(*shape, **like)))
-    monkeypatch.setattr(ntk_rows, "_held_gradients", lambda *args: live.track(held(*args)))
+    live = watched(monkeypatch)
     found = ntk(model, x, groups="parts", memory_limit=limit)
     assert 0.5 * found.plan.held < live.most <= found.plan.held <= found.plan.limit
     assert live.now == 0
     assert (len(found.plan.passes) > 1) == (limit != "4MB")
+    assert found.how == "row by row"
+    assert_kernel(found.kernel, expected.kernel, relative=1e-12)
+    for name, kernel in found.groups.items():
+        assert_kernel(kernel, expected.groups[name], relative=1e-12)
+
+
+@pytest.mark.parametrize("limit", ["1MB", "6MB"])
+def test_images_are_mapped_within_the_memory_limit(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = VIT.model(dtype=torch.float64), VIT.input(10, dtype=torch.float64)
+    with monkeypatch.context() as rows:
+        rows.setattr(ntk_gradients, "MAPPED_NUMBERS", {"cpu": 0})
+        expected = ntk(model, x, groups="parts")
+    live = watched(monkeypatch)
+    found = ntk(model, x, groups="parts", memory_limit=limit)
+    assert "mapped over" in found.how
+    assert live.most <= found.plan.held <= found.plan.limit
+    assert live.now == 0
+    assert (len(found.plan.passes) > 1) == (limit == "1MB")
     assert_kernel(found.kernel, expected.kernel, relative=1e-12)
     for name, kernel in found.groups.items():
         assert_kernel(kernel, expected.groups[name], relative=1e-12)

@@ -427,8 +427,8 @@ def test_the_advice_follows_the_evidence(tmp_path: Path) -> None:
     attention_alone = [r for r in bounded() if r.position != "attention.branch"]
     attention_alone.append(Record(measure="kappa", value=1e5, block=0, position="attention.branch"))
     assert "graying" not in page(attention_alone)
-    assert "--graying spectral" in page(bounded(others=2e3))
-    assert "gray_tokens" not in page(bounded(others=2e3))
+    assert "gray_tokens eps=0.7" in page(bounded(others=2e3))
+    assert "wp.gray_tokens" not in page(bounded(others=2e3))
     dense = entropies(0.98)
     assert "scaled=True, init=" in page(dense)
     assert "broadcast" not in page(dense, random=True)

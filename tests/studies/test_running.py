@@ -193,7 +193,7 @@ def test_a_failed_measurement_is_reported_and_tried_again(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"changes": {"remove_skips": "ffn"}}, "would be the same run"),
+        ({"changes": {"edits": ["remove_skips which=ffn"]}}, "would be the same run"),
         ({"data": ["cifar10:A", "cifar10:B"]}, "different sets"),
         ({"seeds": [1, 1]}, "different numbers"),
         ({"changes": {"seed": 7}}, "say --seeds"),

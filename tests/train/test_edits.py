@@ -1,8 +1,9 @@
-"""The edits of a recipe: any call of wellposed's functions, and the short forms of some."""
+"""The edits of a recipe: calls of wellposed's functions, and the fields that older recipes had for them."""
 
 import inspect
 import signal
 import tomllib
+from typing import get_args, get_type_hints
 
 import pytest
 import timm
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 import wellposed as wp
 from short_runs import TINY, assert_bitwise, run, signal_at, weights
-from wellposed.calls import ARGUMENTS
+from wellposed.calls import ARGUMENTS, CHOICES
 from wellposed.cli import app
 from wellposed.train import Recipe, open_run
 from wellposed.train.edits import apply_edits, calls, parsed
@@ -39,14 +40,14 @@ def test_a_recipe_can_give_every_argument_of_every_edit() -> None:
         ({"uniform_heads": 2}, "uniform_heads heads=2"),
     ],
 )
-def test_a_short_form_is_the_same_edit(short, text) -> None:
+def test_the_fields_of_an_older_recipe_are_the_same_edit(short, text) -> None:
     made = []
     for fields in (short, {"edits": [text]}, {"edits": [parsed(text)]}):
         model = timm.create_model("test_vit", **TINY)
-        made.append(apply_edits(model, Recipe(**fields)))
+        made.append(apply_edits(model, Recipe.from_mapping(fields)))
     assert made[0] == made[1] == made[2]
     assert made[0]
-    (short_call,), (call,) = calls(Recipe(**short)), calls(Recipe(edits=[text]))
+    (short_call,), (call,) = calls(Recipe.from_mapping(short)), calls(Recipe(edits=[text]))
     assert short_call.code() == call.code()
 
 
@@ -59,7 +60,20 @@ def test_a_short_form_is_the_same_edit(short, text) -> None:
         (["remove_skips blocks=3-1"], ValueError, "blocks must be indices"),
         (["gray_tokens eps_schedule=cosine"], ValueError, "add eps_end"),
         (["gray_tokens eps=0.5 eps_end=2.0"], ValueError, r"eps_end must be in \(0, 1\], got 2.0"),
-        (["gray_tokens method=condition eps_end=0.5"], ValueError, "is of a power"),
+        (["gray_tokens method=condition eps_end=0.5"], ValueError, "method=condition takes no eps_end"),
+        (["gray_tokens method=condition eps=0.5"], ValueError, "method=condition takes no eps; leave"),
+        (["gray_tokens target_kappa=9.0 eps=0.5"], ValueError, "target_kappa takes no eps; leave"),
+        (["gray_tokens target_kappa=9.0 eps_end=0.5"], ValueError, "target_kappa takes no eps_end"),
+        (["gray_tokens target_kappa=9.0 method=condition"], ValueError, "goes with method=spectral"),
+        (["gray_tokens target_kappa=0.5"], ValueError, "target_kappa must be at least 1, got 0.5"),
+        (["gray_tokens floor=0.0"], ValueError, r"floor must be in \(0, 1\], got 0.0"),
+        (["gray_tokens eps=2.0"], ValueError, "got 2.0"),
+        (["gray_tokens blocks=0"], ValueError, "blocks go with where=blocks"),
+        (["gray_tokens method=dtc"], ValueError, "method must be one of .*; did you mean 'dct'"),
+        (["remove_skips which=fnn"], ValueError, "did you mean 'ffn'"),
+        (["uniform_heads heads=0"], ValueError, "heads must be at least 1, got 0"),
+        (["uniform_heads blocks=one"], ValueError, "blocks must be indices"),
+        (["graying=dct"], ValueError, "expected an edit such as"),
         ([{"eps": 0.7}], TypeError, "must be such as"),
         ([{"edit": "gray_tokens", "eps": None}], TypeError, "must be a number, a word or indices"),
         ("gray_tokens eps=0.7", TypeError, "edits must be a list"),
@@ -68,6 +82,26 @@ def test_a_short_form_is_the_same_edit(short, text) -> None:
 def test_a_wrong_edit_is_one_sentence(edits, error, says) -> None:
     with pytest.raises(error, match=says):
         Recipe(edits=edits)
+
+
+def test_the_words_of_a_choice_are_those_of_the_functions() -> None:
+    for kind, choices in CHOICES.items():
+        hints = get_type_hints(getattr(wp, kind))
+        for name, words in choices.items():
+            assert set(words) == set(get_args(hints[name])), (kind, name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"eps": 0.5}, "eps does nothing without graying"),
+        ({"skip_blocks": "0"}, "skip_blocks does nothing without remove_skips"),
+        ({"graying": "dct", "gray_blocks": "0-2", "eps_per_block": [0.5]}, "must have 3 powers, got 1"),
+    ],
+)
+def test_wrong_fields_of_an_older_recipe(fields, says) -> None:
+    with pytest.raises(ValueError, match=says):
+        Recipe.from_mapping(fields)
 
 
 def test_skips_that_are_removed_and_stochastic_depth() -> None:
@@ -95,7 +129,7 @@ def test_on_the_command_line_and_in_a_file(tmp_path) -> None:
     assert "edits" not in dry_run(str(file), "--edit", "none")
 
 
-def test_a_run_is_bitwise_that_of_the_short_forms(tmp_path) -> None:
+def test_a_run_is_bitwise_that_of_an_older_recipe(tmp_path) -> None:
     run(tmp_path / "short", graying="dct", eps=0.9, eps_end=1.0, broadcast="cb_s", uniform_heads=1)
     run(
         tmp_path / "list",

@@ -40,18 +40,18 @@ PLAIN = {
     "pvt_v2": ("pvt_v2_b0", {}),
 }
 
+
+def edited(*edits) -> Recipe:
+    return Recipe(model="vit_tiny_patch16_224", edits=edits)
+
+
 EDITED = {
     "everything": (
-        Recipe(
-            model="vit_tiny_patch16_224",
-            graying="dct",
-            eps=0.9,
-            broadcast="cb_s",
-            broadcast_blocks="0,2-3",
-            remove_skips="ffn",
-            skip_blocks="1",
-            uniform_heads=2,
-            uniform_blocks="0,3",
+        edited(
+            "gray_tokens method=dct eps=0.9",
+            "broadcast_context scaled=true blocks=0,2-3",
+            "remove_skips which=ffn blocks=1",
+            "uniform_heads heads=2 blocks=0,3",
         ),
         lambda model: (
             wp.gray_tokens(model, 0.9, "dct"),
@@ -61,12 +61,10 @@ EDITED = {
         ),
     ),
     "a power for each block": (
-        Recipe(
-            model="vit_tiny_patch16_224",
-            graying="svd",
-            gray_where="blocks",
-            gray_blocks="0,2-3",
-            eps_per_block=(0.5, 0.7, 0.5),
+        edited(
+            "gray_tokens method=svd where=blocks eps=0.5 blocks=0",
+            "gray_tokens method=svd where=blocks eps=0.7 blocks=2",
+            "gray_tokens method=svd where=blocks eps=0.5 blocks=3",
         ),
         lambda model: (
             wp.gray_tokens(model, 0.5, "svd", "blocks", blocks=[0, 3]),
@@ -74,37 +72,27 @@ EDITED = {
         ),
     ),
     "a power that changed": (
-        Recipe(model="vit_tiny_patch16_224", graying="spectral", eps=1.0, eps_end=0.5, gray_where="pixels"),
+        edited("gray_tokens eps=1.0 eps_end=0.5 where=pixels"),
         lambda model: wp.gray_tokens(model, 0.625, "spectral", "pixels"),
     ),
     "a floor": (
-        Recipe(model="vit_tiny_patch16_224", graying="spectral", eps=0.6, gray_floor=1 / 30),
+        edited({"edit": "gray_tokens", "eps": 0.6, "floor": 1 / 30}),
         lambda model: wp.gray_tokens(model, 0.6, floor=1 / 30),
     ),
     "a target for kappa": (
-        Recipe(
-            model="vit_tiny_patch16_224",
-            graying="spectral",
-            gray_where="blocks",
-            gray_blocks="1-2",
-            target_kappa=7.5,
-            gray_floor=1e-4,
-        ),
+        edited("gray_tokens where=blocks blocks=1-2 target_kappa=7.5 floor=1e-4"),
         lambda model: wp.gray_tokens(model, where="blocks", blocks=[1, 2], target_kappa=7.5, floor=1e-4),
     ),
     "no power": (
-        Recipe(model="vit_tiny_patch16_224", graying="condition", gray_floor=1e-4),
+        edited("gray_tokens method=condition floor=1e-4"),
         lambda model: wp.gray_tokens(model, method="condition", floor=1e-4),
     ),
     "all blocks": (
-        Recipe(
-            model="vit_tiny_patch16_224",
-            graying="dct",
-            gray_where="blocks",
-            broadcast="cb",
-            broadcast_where="attention.end",
-            remove_skips="both",
-            uniform_heads=1,
+        edited(
+            "gray_tokens method=dct where=blocks",
+            "broadcast_context where=attention.end",
+            "remove_skips which=both",
+            "uniform_heads",
         ),
         lambda model: (
             wp.gray_tokens(model, None, "dct", "blocks"),

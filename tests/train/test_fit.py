@@ -99,8 +99,9 @@ def test_images_that_cannot_be_read_are_told_and_not_counted(photographs, tmp_pa
 def test_what_was_left_open_stands_in_the_folder(photographs, tmp_path) -> None:
     run(tmp_path, data=str(photographs), limit=None, model="vit_tiny_patch16_224", graying="dct", epochs=1)
     written = tomllib.loads((tmp_path / "recipe.toml").read_text())
-    expected = {"image_size": 32, "patch_size": 4, "eps": 0.95, "flip": 0.5, "crop_padding": 4}
+    expected = {"image_size": 32, "patch_size": 4, "flip": 0.5, "crop_padding": 4}
     assert {name: written[name] for name in expected} == expected
+    assert [edit["eps"] for edit in written["edits"]] == [0.95]
     assert written["lr"] == pytest.approx(3e-3)
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__
@@ -272,7 +273,6 @@ def test_a_folder_of_another_run_is_refused(tmp_path) -> None:
         ({"warmup_epochs": 3.0}, "warmup_epochs must be less than epochs"),
         ({"data": "nowhere"}, "nowhere"),
         ({"limit": 1, "mixup": 0.2}, "training images"),
-        ({"eps_per_block": (0.5,), "graying": "dct", "gray_where": "blocks"}, "one value for each of the 2"),
         ({"task": "mae", "model": "swin_tiny_patch4_window7_224", "model_options": {}}, "needs a plain ViT"),
         ({"model_options": {"widht": 3}}, "widht"),
         ({"device": "tpu"}, "device must be cpu or cuda"),

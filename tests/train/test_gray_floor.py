@@ -29,7 +29,9 @@ def other_device() -> Iterator[pytest.MonkeyPatch]:
 
 
 def saved(folder) -> dict:
-    return tomllib.loads((folder / "recipe.toml").read_text())
+    """The graying of the run."""
+    (call,) = tomllib.loads((folder / "recipe.toml").read_text())["edits"]
+    return call
 
 
 @pytest.mark.parametrize(
@@ -47,12 +49,13 @@ def saved(folder) -> dict:
     ],
 )
 def test_the_floor_on_a_cpu(fields, floor) -> None:
-    assert with_floors(Recipe(**fields), CPU, {}).gray_floor == floor
+    calls = with_floors(Recipe.from_mapping(fields), CPU, {}).edits
+    assert [call.get("floor") for call in calls] == [floor] * bool(fields)
 
 
 def test_it_is_written_into_the_recipe_and_the_card(tmp_path) -> None:
     result = run(tmp_path, graying="spectral", gray_where="blocks", gray_blocks="0", epochs=1)
-    assert saved(tmp_path)["gray_floor"] == ON_CPU
+    assert saved(tmp_path)["floor"] == ON_CPU
     assert saved(tmp_path / "last") == saved(tmp_path)
     call = f'wp.gray_tokens(model, 0.7, "spectral", where="blocks", blocks=[0], floor={ON_CPU!r})'
     assert call in (tmp_path / "last" / "README.md").read_text()
@@ -64,12 +67,12 @@ def test_a_run_that_moves_to_another_device_keeps_it(tmp_path, monkeypatch, othe
     fields = {"graying": "spectral", "gray_where": "pixels", "patch_size": 2}
     assert run(tmp_path / "moved", **fields).status == "terminated"
     other_device.undo()
-    assert saved(tmp_path / "moved")["gray_floor"] == ELSEWHERE
+    assert saved(tmp_path / "moved")["floor"] == ELSEWHERE
     assert run(tmp_path / "moved", **fields).status == "finished"
-    assert saved(tmp_path / "moved")["gray_floor"] == ELSEWHERE
+    assert saved(tmp_path / "moved")["floor"] == ELSEWHERE
     assert run(tmp_path / "stayed", **fields, gray_floor=ELSEWHERE).status == "finished"
     assert_bitwise(weights(tmp_path / "moved"), weights(tmp_path / "stayed"))
-    with pytest.raises(ValueError, match=r"gray_floor 1e-05 there, 0.01 now"):
+    with pytest.raises(ValueError, match=r"edits .*1e-05.* there, .*0\.01.* now"):
         run(tmp_path / "moved", **fields, gray_floor=0.01)
 
 
@@ -79,7 +82,7 @@ def test_the_usual_folder_is_the_same_on_all_devices(other_device, tmp_path, mon
     there = fit(given, quiet=True).folder
     other_device.undo()
     assert fit(given, quiet=True).folder == there
-    assert saved(there)["gray_floor"] == ELSEWHERE
+    assert saved(there)["floor"] == ELSEWHERE
 
 
 def test_a_run_of_an_older_version_goes_on_and_says_so(tmp_path, monkeypatch) -> None:
@@ -87,12 +90,12 @@ def test_a_run_of_an_older_version_goes_on_and_says_so(tmp_path, monkeypatch) ->
     fields = {"graying": "spectral", "epochs": 1}
     run(tmp_path, **fields)
     file = tmp_path / "recipe.toml"
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(line for line in lines if not line.startswith("gray_floor")))
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("edits")]
+    file.write_text("\n".join(['graying = "spectral"', "eps = 0.7", 'gray_where = "embedding"', *lines]))
     assert run(tmp_path, **fields).status == "finished"
     said = [line["text"] for line in read_run(tmp_path) if line["event"] == "note"]
-    assert any(text.startswith("gray_floor is 1e-06 from here on") for text in said)
-    assert saved(tmp_path)["gray_floor"] == ON_CPU
+    assert any(text.startswith("the floor of the graying is 1e-06 from here on") for text in said)
+    assert saved(tmp_path)["floor"] == ON_CPU
 
 
 @pytest.mark.parametrize(

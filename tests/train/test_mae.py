@@ -200,10 +200,10 @@ def test_what_of_a_hidden_patch_reaches_the_visible_tokens(method, where, blocks
     ],
 )
 def test_a_recipe_that_leaks_is_told(options, warns):
-    warnings = mae_warnings(Recipe(**{"task": "mae", **options}))
+    warnings = mae_warnings(Recipe.from_mapping({"task": "mae", **options}))
     assert len(warnings) == warns
     for warning in warnings:
-        assert "gray_where=blocks gray_blocks=0" in warning
+        assert "where=blocks blocks=0" in warning
 
 
 # Masks

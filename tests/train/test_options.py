@@ -44,7 +44,7 @@ def test_help_shows_every_field_with_its_choices_and_default() -> None:
             assert f"[default: {as_text(field.default)}]" in line
         if isinstance(field.default, bool):
             assert "--no-" + field.name.replace("_", "-") in line
-    assert "[svd|dct|spectral|condition]" in lines["--graying"]
+    assert "[classify|mae|probe]" in lines["--task"]
     assert "KEY=VALUE" in lines["--model-option"]
     assert "gray_tokens eps=0.7 where=pixels" in lines["--edit"]
     for group in {field.metadata["group"] for field in FIELDS}:
@@ -53,8 +53,8 @@ def test_help_shows_every_field_with_its_choices_and_default() -> None:
 
 def test_every_kind_of_option() -> None:
     recipe = dry_run(
-        *("--batch-size", 128, "--lr", "1e-4", "--data", "cifar10:DIR", "--graying", "dct"),
-        *("--gray-where", "blocks", "--gray-blocks", "0,2-3", "--eps-per-block", "0.5, 0.6,0.7"),
+        *("--batch-size", 128, "--lr", "1e-4", "--data", "cifar10:DIR", "--task", "mae"),
+        *("--edit", "gray_tokens eps=0.5 where=blocks blocks=0,2-3", "--edit", "uniform_heads"),
         *("--no-compile", "--skip-unreadable", "--clip-grad", "none", "--trackers", "tensorboard,wandb"),
         *("--model-option", "depth=6", "--model-option", "global_pool=avg", "--model-option", "a='b c'"),
         *("--model-option", "depths=[2, 2]", "--model-option", "qk_norm = true"),
@@ -63,10 +63,11 @@ def test_every_kind_of_option() -> None:
         batch_size=128,
         lr=1e-4,
         data="cifar10:DIR",
-        graying="dct",
-        gray_where="blocks",
-        gray_blocks="0,2-3",
-        eps_per_block=(0.5, 0.6, 0.7),
+        task="mae",
+        edits=[
+            {"edit": "gray_tokens", "eps": 0.5, "where": "blocks", "blocks": "0,2-3"},
+            {"edit": "uniform_heads"},
+        ],
         compile=False,
         skip_unreadable=True,
         clip_grad=None,
@@ -83,7 +84,8 @@ def test_only_what_was_given_goes_over_the_file(tmp_path) -> None:
         lr=0.5,
         compile=True,
         trackers=(),
-        graying="svd",
+        layer_decay=0.5,
+        edits=["gray_tokens"],
         task="mae",
         model="vit_tiny_patch16_224",
         skip_unreadable=True,
@@ -91,8 +93,8 @@ def test_only_what_was_given_goes_over_the_file(tmp_path) -> None:
     )
     file.write_text(recipe_text(own))
     assert dry_run(file) == own
-    changed = dataclasses.replace(own, lr=0.25, graying=None)
-    assert dry_run(file, "--lr", 0.25, "--graying", "none") == changed
+    changed = dataclasses.replace(own, lr=0.25, layer_decay=None, edits=())
+    assert dry_run(file, "--lr", 0.25, "--layer-decay", "none", "--edit", "none") == changed
     changed = dataclasses.replace(own, compile=False, model_options={"depth": 2, "num_heads": 4})
     assert dry_run(file, "--no-compile", "--model-option", "num_heads=4") == changed
 
@@ -104,9 +106,9 @@ def test_only_what_was_given_goes_over_the_file(tmp_path) -> None:
         (["--epochs", "1.5"], "epochs must be a whole number, got '1.5'."),
         (["--lr", "-1"], "lr must be positive, got -1.0."),
         (["--min-lr", "none"], "--min-lr must be a number, got 'none'."),
-        (["--graying", "dtc"], "did you mean 'dct'?"),
-        (["--eps", "0.5"], "eps does nothing alone; add --graying"),
-        (["--eps-per-block", "0.5,x"], "--eps-per-block[1] must be a number, got 'x'."),
+        (["--task", "probes"], "did you mean 'probe'?"),
+        (["--edit", "gray_tokens method=dtc"], "did you mean 'dct'?"),
+        (["--edit", "graying=dct"], "expected an edit such as 'gray_tokens eps=0.7', got 'graying=dct'."),
         (["--model-option", "depth"], "must be key=value"),
         (["--model-option", "depth=6x 7"], "the model option depth must be a value such as 6"),
         (["--model-option", "depth=6\nwidth = 3"], "the model option depth must be a value such as 6"),
@@ -148,6 +150,7 @@ def test_assignments() -> None:
         ("epochs=0", "at least 1"),
         ("compile=maybe", "compile must be true or false, got 'maybe'"),
         ("model_options=3", "such as model_options.depth=6"),
+        ("graying=dct", "which is an argument of an edit now, such as edit='gray_tokens method=dct eps=0.9'"),
         ("model_options.=3", "must be key=value"),
     ],
 )

@@ -60,7 +60,12 @@ def test_patches_follow_the_images() -> None:
 
 def test_what_is_resolved_stays_so() -> None:
     data = open_data("digits")
-    for given in (Recipe(), Recipe(task="mae"), Recipe(graying="svd", image_size=32), Recipe(mixup=0.0)):
+    for given in (
+        Recipe(),
+        Recipe(task="mae"),
+        Recipe(edits=["gray_tokens method=svd"], image_size=32),
+        Recipe(mixup=0.0),
+    ):
         once = resolve(given, data)
         assert resolve(once, data) == once
     assert (once.mixup, resolve(Recipe(task="mae"), data).mixup) == (0.0, 0.0)

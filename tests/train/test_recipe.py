@@ -24,7 +24,7 @@ def test_every_field_has_a_default_a_help_and_a_group() -> None:
 
 def test_every_number_has_a_range() -> None:
     numbers = {name for name, hint in field_types().items() if kind_of(hint)[0] in (int, float)}
-    assert numbers | {"eps_per_block"} == set(RANGES)
+    assert numbers == set(RANGES)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,6 @@ def test_ranges(field, good, bad, words) -> None:
         ({"model_options": {3: 3}}, TypeError, "texts for keys, got 3."),
         ({"model_options": {"norm": [None]}}, TypeError, "model_options.norm[0] must be"),
         ({"precision": "fp16"}, ValueError, "one of fp32, bf16, got 'fp16'; did you mean"),
-        ({"skip_blocks": "3-1", "remove_skips": "ffn"}, ValueError, "skip_blocks must be indices"),
-        ({"uniform_blocks": "one", "uniform_heads": 1}, ValueError, "uniform_blocks must be indices"),
-        ({"uniform_heads": -1}, ValueError, "uniform_heads must be at least 0, got -1."),
-        ({"uniform_heads": True}, TypeError, "uniform_heads must be a whole number, got True."),
-        ({"graying": "dct", "gray_where": "blocks", "eps_per_block": (0.5, 2.0)}, ValueError, "got 2.0."),
     ],
 )
 def test_wrong_values(values, error, says) -> None:
@@ -75,48 +70,17 @@ def test_wrong_values(values, error, says) -> None:
     assert says in str(caught.value)
 
 
-BLOCKS = {"graying": "svd", "gray_where": "blocks"}
-
-
-@pytest.mark.parametrize(
-    ("values", "missing"),
-    [
-        ({"eps": 0.5}, {"graying": "svd"}),
-        ({"eps_end": 0.5}, {"graying": "svd"}),
-        ({"target_kappa": 10.0}, {"graying": "spectral"}),
-        ({"gray_floor": 0.01}, {"graying": "dct"}),
-        ({"gray_blocks": "0"}, BLOCKS),
-        ({"eps_per_block": (0.5,)}, BLOCKS),
-        ({"broadcast_blocks": "0"}, {"broadcast": "cb"}),
-        ({"skip_blocks": "0"}, {"remove_skips": "ffn"}),
-        ({"uniform_blocks": "0"}, {"uniform_heads": 1}),
-        ({"task": "probe"}, {"start_from": "runs/mae"}),
-    ],
-)
-def test_fields_that_need_others(values, missing) -> None:
-    with pytest.raises(ValueError, match="add " + next(iter(missing))):
-        Recipe(**values)
-    Recipe(**values, **missing)
+def test_a_probe_needs_weights() -> None:
+    with pytest.raises(ValueError, match="add start_from"):
+        Recipe(task="probe")
+    Recipe(task="probe", start_from="runs/mae")
 
 
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({**BLOCKS, "eps": 0.5, "eps_per_block": (0.5,)}, "got both"),
-        ({**BLOCKS, "gray_blocks": "0-2", "eps_per_block": (0.5, 0.6)}, "2 powers for 3 blocks"),
-        ({"graying": "condition", "eps": 0.5}, "eps is of a power, which graying=condition has not"),
-        ({"graying": "condition", "eps_end": 0.5}, "eps_end is of a power"),
-        ({**BLOCKS, "graying": "condition", "eps_per_block": (0.5,)}, "eps_per_block is of a power"),
-        (
-            {"graying": "condition", "target_kappa": 9.0},
-            "target_kappa does nothing alone; add graying=spectral",
-        ),
-        ({"graying": "spectral", "eps": 0.5, "target_kappa": 9.0}, "instead of a power, got eps too"),
-        ({"graying": "spectral", "eps_end": 0.5, "target_kappa": 9.0}, "got eps_end too"),
-        ({"graying": "spectral", "gray_floor": 0.0}, r"gray_floor must be in \(0, 1\], got 0.0"),
-        ({"graying": "spectral", "target_kappa": 0.5}, "target_kappa must be at least 1, got 0.5"),
         ({"task": "mae", "mixup": 0.2}, "no labels to mix"),
-        ({"remove_skips": "ffn", "drop_path": 0.1}, "nothing of an image would be left"),
+        ({"edits": ["remove_skips which=ffn"], "drop_path": 0.1}, "nothing of an image would be left"),
         ({"mixup": 0.0, "mix_probability": 0.5}, "mix_probability does nothing alone; add mixup or cutmix"),
         ({"batch_size": 10, "accumulate": 3}, "multiple of accumulate, got 10 and 3"),
         (
@@ -141,11 +105,11 @@ def test_values_take_the_fields_type() -> None:
 
 
 def test_the_word_for_none() -> None:
-    recipe = Recipe(clip_grad="none", graying="none", trackers="none")
-    assert (recipe.clip_grad, recipe.graying, recipe.trackers) == (None, None, ())
-    # The default of clip_grad is a number, so it must be told; that of graying need not.
+    recipe = Recipe(clip_grad="none", ema="none", trackers="none")
+    assert (recipe.clip_grad, recipe.ema, recipe.trackers) == (None, None, ())
+    # The default of clip_grad is a number, so it must be said; that of ema need not.
     assert recipe.to_mapping()["clip_grad"] == "none"
-    assert "graying" not in recipe.to_mapping()
+    assert "ema" not in recipe.to_mapping()
     assert Recipe.from_mapping(recipe.to_mapping()) == recipe
 
 

@@ -29,15 +29,16 @@ recipes = st.builds(
     start_from=st.none() | st.text(),
     edits=st.lists(
         st.fixed_dictionaries(
-            {"edit": st.just("gray_tokens")},
-            optional={"eps": shares, "where": st.text(), "blocks": st.lists(st.integers(0, 99), max_size=3)},
+            {"edit": st.just("gray_tokens"), "where": st.just("blocks")},
+            optional={
+                "eps": shares,
+                "method": st.sampled_from(["svd", "dct"]),
+                "floor": shares,
+                "blocks": st.lists(st.integers(0, 99), max_size=3),
+            },
         ),
         max_size=3,
     ),
-    graying=st.just("svd"),
-    gray_where=st.just("blocks"),
-    eps_per_block=st.none() | st.lists(shares, max_size=4),
-    gray_floor=st.none() | shares,
     lr=st.floats(0, exclude_min=True, allow_infinity=False),
     weight_decay=st.floats(0, allow_infinity=False),
     clip_grad=st.none() | shares,
@@ -63,7 +64,7 @@ def test_text_has_the_groups_and_the_options_last() -> None:
     text = recipe_text(Recipe(model_options={"depth": 6}, lr=0.1))
     assert text.index("# Data") < text.index("# Optimizer") < text.index("\nlr = 0.1\n")
     assert text.endswith("\n[model_options]\ndepth = 6\n")
-    assert "eps =" not in text
+    assert "edits =" not in text
 
 
 def test_an_empty_file_is_a_recipe(tmp_path) -> None:
@@ -105,9 +106,9 @@ def test_no_file(tmp_path) -> None:
 
 
 def test_flags_go_over_the_file() -> None:
-    file = {"lr": 0.1, "graying": "dct", "model_options": {"depth": 6, "num_heads": 3}}
-    recipe = combine(file, {"lr": 0.2, "graying": None, "model_options": {"depth": 2}})
-    assert (recipe.lr, recipe.graying) == (0.2, None)
+    file = {"lr": 0.1, "layer_decay": 0.5, "model_options": {"depth": 6, "num_heads": 3}}
+    recipe = combine(file, {"lr": 0.2, "layer_decay": None, "model_options": {"depth": 2}})
+    assert (recipe.lr, recipe.layer_decay) == (0.2, None)
     assert recipe.model_options == {"depth": 2, "num_heads": 3}
     assert file["model_options"] == {"depth": 6, "num_heads": 3}
 
@@ -132,8 +133,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch) -> None:
 def test_our_recipes_are_read_and_say_what_they_are(file) -> None:
     assert file.read_text().startswith("# ")
     recipe = combine(read_recipe(file), {"data": "cifar10:DIR"})
-    edits = [recipe.graying, recipe.broadcast, recipe.remove_skips]
-    assert (file.stem in ("baseline", "digits", "cifar10-vit-tiny")) == (edits == [None] * 3)
+    assert (file.stem in ("baseline", "digits", "cifar10-vit-tiny")) == (recipe.edits == ())
 
 
 def test_our_recipes() -> None:
@@ -144,6 +144,5 @@ def test_our_recipes() -> None:
     for folder in ("skip-ablation", "graying", "broadcasting"):
         # Within a folder nothing but the edit differs.
         files = [tomllib.loads(file.read_text()) for file in (RECIPES / folder).glob("*.toml")]
-        edit = {"remove_skips", "graying", "eps", "broadcast"}
-        assert len({str({k: v for k, v in values.items() if k not in edit}) for values in files}) == 1
+        assert len({str({k: v for k, v in values.items() if k != "edits"}) for values in files}) == 1
         assert len(files) == 3

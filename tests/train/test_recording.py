@@ -129,11 +129,11 @@ def test_no_more_than_two_replays_are_under_way(monkeypatch: pytest.MonkeyPatch)
         ({"compile_blocks": True}, True),
         ({}, False),
         ({"compile_blocks": True, "compile": False}, False),
-        ({"compile_blocks": True, "graying": "svd"}, False),
+        ({"compile_blocks": True, "edits": ["gray_tokens method=svd"]}, False),
         ({"compile_blocks": True, "accumulate": 2}, False),
     ],
 )
 def test_what_is_recorded(fields: dict[str, object], expected: bool) -> None:
-    recipe = Recipe(**{"compile": True} | fields)
+    recipe = Recipe.from_mapping({"compile": True} | fields)
     assert is_recorded_here(recipe, torch.device("cuda")) is expected
     assert not is_recorded_here(recipe, torch.device("cpu"))

@@ -8,11 +8,13 @@ submodules (BERT's output layers), the nearest module around both. What a run sh
 import ast
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from wellposed.anatomy.flow import Flow, Kind, Residual
 from wellposed.anatomy.places import IN_PIECES, ONE_TOKEN, Places, family_of, layout_of
@@ -203,6 +205,9 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
             "has no place where the skip alone could be removed. Write it as x + (a + f)"
         )
         return group
+    if unknown := _unseen_work(residuals, roles):
+        group.refused = unknown
+        return group
     place, stream = _stream(flow, group)
     layout, pieces = layout_of(flow.shape(stream), last, batch)
     if layout == "LNC" and not _attends_along_the_first_axis(flow, group, flow.shape(stream)[0]):
@@ -233,6 +238,30 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
         pieces=bool(pieces),
     )
     return group
+
+
+def _unseen_work(residuals: list[Residual], roles: list[Role]) -> str:
+    """A sentence about what a branch computes where no run sees it."""
+    for residual, role in zip(residuals, roles, strict=True):
+        for op in residual.path:
+            where = type(op.call.module).__name__ if op.call else "the model"
+            if op.name == "unseen" and role not in ("attention", "parallel"):
+                return (
+                    f"part of what {where} computes in it cannot be seen (compiled or scripted code, a "
+                    "kernel of its own): it may be attention"
+                )
+            if op.name == "flex_attention" and not _is_plain(*op.details):
+                return (
+                    f"the flex_attention of {where} has a mask or scores of its own, of which it cannot be "
+                    "seen what they hide"
+                )
+    return ""
+
+
+def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of flex_attention hides nothing and changes no score: its default functions do not."""
+    given = [x for x in tree_iter((args, kwargs)) if callable(x) and not isinstance(x, Tensor)]
+    return all(getattr(x, "__name__", "") in ("_identity", "noop_mask") for x in given)
 
 
 def _is_beside(flow: Flow, one: Residual, next_one: Residual) -> bool:
@@ -391,6 +420,15 @@ def _method(residual: Residual) -> tuple[nn.Module, str]:
             "itself: a local function, or a base's method called by super()."
         )
     return spot.owner, name
+
+
+def add_places(flow: Flow) -> Iterator[tuple[nn.Module, str, tuple[int | None, ...]]]:
+    """Where the residual adds of the stream stand: whose method, its name, the position in it."""
+    kinds = {id(r): flow.kind(r, flow.channels_last([r])) for r in flow.residuals}
+    for residual in _main_joins(flow, kinds):
+        if residual.op.spot is not None:
+            with suppress(SeamError):
+                yield *_method(residual), residual.op.spot.position
 
 
 @functools.cache

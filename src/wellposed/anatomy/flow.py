@@ -67,7 +67,8 @@ _JOINED = frozenset({"cat", "concat", "concatenate"})
 _LINEAR = frozenset({"linear", "addmm"})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 PRODUCTS = frozenset(["matmul", "__matmul__", "__rmatmul__", "bmm", "einsum", "baddbmm", "mm", "tensordot"])
-_ATTENTIONS = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
+FUSED = frozenset({"scaled_dot_product_attention", "flex_attention"})
+_ATTENTIONS = FUSED | {"multi_head_attention_forward"}
 _MIXERS = frozenset(
     ["avg_pool1d", "avg_pool2d", "max_pool2d", "fft_rfft2", "fft_fft2", "fft_fft", "fft_rfft", "fft_fftn"]
 )

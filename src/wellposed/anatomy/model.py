@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from wellposed.anatomy.example import LIBRARIES, given_example, made_examples
 from wellposed.anatomy.find import refused_row
+from wellposed.anatomy.loops import encoder_of
 from wellposed.anatomy.places import IN_PIECES
 from wellposed.anatomy.proof import (
     is_quiet,
@@ -19,6 +20,7 @@ from wellposed.anatomy.proof import (
     prove,
     proven_embeddings,
     proven_row,
+    remember_loops,
     splits_images,
     version_of,
 )
@@ -154,6 +156,7 @@ def _known(model: nn.Module, *, ran: bool = False) -> tuple[_Rows, list[nn.Modul
     others: list[nn.Module] = []
     splitters: dict[str, str] = {}
     for name, module in model.named_modules():
+        remember_loops(module)
         row = block_row(module) or proven_row(module)
         around = next((part for part in splitters if name.startswith(part)), None)
         if row is not None and around is not None:
@@ -169,7 +172,8 @@ def _known(model: nn.Module, *, ran: bool = False) -> tuple[_Rows, list[nn.Modul
             others.append(module)
     # By identity: what several blocks share may be named outside of them (CoaT's position encodings).
     within = {id(part) for _, block, _ in rows for part in block.modules()}
-    return rows, [module for module in others if id(module) not in within and not is_quiet(module, ran=ran)]
+    unknown = [module for module in others if id(module) not in within]
+    return rows, [m for m in unknown if encoder_of(m) is not None or not is_quiet(m, ran=ran)]
 
 
 def _refuse_meta(model: nn.Module, known: _Rows, unknown: list[nn.Module]) -> None:
@@ -320,7 +324,7 @@ def find_place(name: str, module: nn.Module, tap: Tap, layout: Layout) -> Place:
             owner = module.get_submodule(path)
         except AttributeError:
             continue
-        if isinstance(owner, (nn.Sequential, nn.ModuleList)):
+        if isinstance(owner, (nn.Sequential, nn.ModuleList)) and encoder_of(owner) is None:
             raise ValueError(
                 f"{join_names(name, path)} is a {type(owner).__name__}, to which no operation can be added; "
                 "name its first or last element in the row."

@@ -6,7 +6,7 @@ nothing else: it holds no block, and adds no positions and puts no class token i
 
 from torch import nn
 
-from wellposed.anatomy.flow import Flow, Residual
+from wellposed.anatomy.flow import FUSED, Flow, Residual
 from wellposed.anatomy.rows import EmbeddingRow, Layout, Role, Tap, Taps, after, before, no_taps
 from wellposed.anatomy.subclass import inner, is_adapted, unmarked_class
 from wellposed.anatomy.trace import ADDS, Call, Op
@@ -114,7 +114,7 @@ class Places:
             query[-2] != self.tokens or self.flow.ends_with_tokens(product.inputs[0])
         ):
             return OVER_CHANNELS
-        fused = any(op.name == "scaled_dot_product_attention" for op in core)
+        fused = any(op.name in FUSED for op in core)
         if not fused and not any(op.name == "softmax" for op in core):
             return "its attention has no softmax, so no weights that sum to one"
         return ""

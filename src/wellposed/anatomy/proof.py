@@ -15,7 +15,7 @@ import json
 import types
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any, get_args
 
@@ -25,8 +25,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from wellposed.anatomy.example import Example, eagerly, preserved
-from wellposed.anatomy.find import Found, find_blocks, refused_row
+from wellposed.anatomy.find import Found, add_places, find_blocks, refused_row
 from wellposed.anatomy.flow import Flow
+from wellposed.anatomy.loops import Loop, encoder_of, loop_at, looped_class, open_loops, opened, remember
 from wellposed.anatomy.places import find_embeddings
 from wellposed.anatomy.rows import Add, BlockRow, EmbeddingRow, Position, Site, Tap
 from wellposed.anatomy.seam import block_joins, close_seam, is_seamed, join_name, joins, open_seam
@@ -51,6 +52,7 @@ class Proofs:
     def __init__(self) -> None:
         self.rows: dict[str, BlockRow] = {}
         self.classes: set[str] = set()  # of the blocks
+        self.loops: dict[str, tuple[Loop, ...]] = {}  # by the class of their encoder
         self.embeddings: dict[str, tuple[EmbeddingRow, ...]] = {}
         # Classes with settings that cut images into pieces, and why blocks there are refused, if they are.
         self.splitters: dict[str, str] = {}
@@ -67,6 +69,7 @@ class Proofs:
         return {
             "tested": self.tested,
             "classes": sorted(self.classes),
+            "loops": {key: [asdict(loop) for loop in loops] for key, loops in sorted(self.loops.items())},
             "embeddings": {
                 key: [asdict(row) for row in rows] for key, rows in sorted(self.embeddings.items()) if rows
             },
@@ -86,6 +89,7 @@ class Proofs:
             )
         self.tested |= data["tested"]
         self.classes |= set(data["classes"])
+        self.loops |= {key: tuple(Loop(**loop) for loop in loops) for key, loops in data["loops"].items()}
         for key, rows in data["embeddings"].items():
             self.embeddings[key] = tuple(
                 EmbeddingRow(**row | {"tokens": _tap(row["tokens"])}) for row in rows
@@ -129,9 +133,20 @@ def proofs() -> Proofs:
 def proven_row(module: nn.Module) -> BlockRow | None:
     """The row of a module that a run has shown to be a block."""
     known = proofs()
+    if encoder_of(module) is not None:
+        return known.rows.get(block_signature(module))
     if not _may_add(own_class(module)) or _class_key(own_class(module)) not in known.classes:
         return None
     return known.rows.get(block_signature(module))
+
+
+def remember_loops(module: nn.Module) -> None:
+    """Note which layers stand in loops of a module, if it is of a class that was seen to have some."""
+    loops = open_loops(module)
+    if not loops and proofs().loops and _may_add(own_class(module)):
+        loops = proofs().loops.get(_class_key(own_class(module)), ())
+    with suppress(AttributeError):  # built otherwise than the one that was run
+        remember(module, loops)
 
 
 def splits_images(module: nn.Module) -> str | None:
@@ -158,31 +173,63 @@ def is_quiet(module: nn.Module, *, ran: bool) -> bool:
 
 
 def prove(model: nn.Module, example: Example) -> list[Found]:
-    """Find the blocks of a model in a run of it, prove them in a second one, and remember them."""
+    """Find the blocks of a model in a run of it, prove them in a second one, and remember them.
+
+    Where skips are added in the loop of an encoder, a run more shows its layers one by one.
+    """
     with preserved(model), eagerly(), as_built(model), torch.inference_mode(False):
         model.eval()
         seen = trace(model, example.run)
-        flow = Flow(seen)
-        found = find_blocks(model, flow, example.batch)
-        there = {id(block.module) for block in found}
-        proofs().embeddings[_shallow_signature(model)] = find_embeddings(model, flow, there, example.batch)
-        usable = [block for block in found if not block.row.refused]
-        calls = _run_seamed(model, usable, example, seen.output)
-        adds = Counter(id(call.module) for call in seen.calls)
-        found = [_as_run(block, adds[id(block.module)], calls) for block in found]
-        found = _with_images_first(model, found, example)
-        for block in found:
-            if block.splitter is not None:
-                proofs().splitters[_setting_key(block.splitter)] = block.row.refused
-            proofs().add(block_signature(block.module), block.row)
-            proofs().classes.add(_class_key(own_class(block.module)))
-        within = {id(m) for block in found for m in block.module.modules()}
-        within |= {id(block.splitter) for block in found}  # with other settings it may cut otherwise
-        for module in model.modules():
-            if id(module) not in within and _may_add(own_class(module)):
-                seen_as = proofs().quiet if id(module) in adds else proofs().unreached
-                seen_as.add(_class_key(own_class(module)))
+        flow, output = Flow(seen), seen.output
+        looped = _looped(flow)
+        with opened(looped):
+            if looped:
+                flow = Flow(trace(model, example.run))
+            found = _proven(model, example, flow, output)
+        for encoder, loops in looped:
+            proofs().loops[_class_key(own_class(encoder))] = loops
+            remember(encoder, loops)
+        _remember(model, example, flow, found)
     return found
+
+
+def _looped(flow: Flow) -> list[tuple[nn.Module, tuple[Loop, ...]]]:
+    """The encoders in whose loops residual adds stand, with these loops."""
+    encoders: dict[int, nn.Module] = {}
+    loops: dict[int, dict[Loop, None]] = {}
+    called = [call.module for call in flow.trace.calls]
+    for owner, name, position in add_places(flow):
+        loop = loop_at(owner, name, position, called)
+        if loop is not None:
+            encoders[id(owner)] = owner
+            loops.setdefault(id(owner), {})[loop] = None
+    return [(encoder, tuple(loops[key])) for key, encoder in encoders.items()]
+
+
+def _proven(model: nn.Module, example: Example, flow: Flow, output: Any) -> list[Found]:
+    found = find_blocks(model, flow, example.batch)
+    usable = [block for block in found if not block.row.refused]
+    joins_ran = _run_seamed(model, usable, example, output)
+    ran = Counter(id(call.module) for call in flow.trace.calls)
+    found = [_as_run(block, ran[id(block.module)], joins_ran) for block in found]
+    return _with_images_first(model, found, example)
+
+
+def _remember(model: nn.Module, example: Example, flow: Flow, found: list[Found]) -> None:
+    there = {id(block.module) for block in found}
+    proofs().embeddings[_shallow_signature(model)] = find_embeddings(model, flow, there, example.batch)
+    for block in found:
+        if block.splitter is not None:
+            proofs().splitters[_setting_key(block.splitter)] = block.row.refused
+        proofs().add(block_signature(block.module), block.row)
+        proofs().classes.add(_class_key(own_class(block.module)))
+    within = {id(m) for block in found for m in block.module.modules()}
+    within |= {id(block.splitter) for block in found}  # with other settings it may cut otherwise
+    ran = {id(call.module) for call in flow.trace.calls}
+    for module in model.modules():
+        if id(module) not in within and _may_add(own_class(module)):
+            seen_as = proofs().quiet if id(module) in ran else proofs().unreached
+            seen_as.add(_class_key(own_class(module)))
 
 
 def _as_run(block: Found, ran: int, joins_ran: dict[str, int]) -> Found:
@@ -285,7 +332,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 @contextmanager
 def as_built(model: nn.Module) -> Iterator[None]:
-    """The model without its edits: seams closed, inserted operations passed by."""
+    """The model without its edits: seams closed, inserted operations passed by. Open loops stay open."""
     edited = [
         (module, type(module), dict(module._modules))
         for module in model.modules()
@@ -300,7 +347,7 @@ def as_built(model: nn.Module) -> Iterator[None]:
                     module._modules[name] = nn.Identity()
             for name in edited_weights(module):
                 del module._modules[child_name(name)]
-            set_class(module, own_class(module))
+            set_class(module, looped_class(type(module)) or own_class(module))
         yield
     finally:
         for module, cls, children in edited:
@@ -343,7 +390,8 @@ def _has_tensors(module: nn.Module) -> bool:
 
 def block_signature(block: nn.Module) -> str:
     """Of a block's structure: the classes in it with their sources, and the settings that lead their way."""
-    parts: list[Any] = []
+    encoder = encoder_of(block)  # of a layer without a forward of its own
+    parts: list[Any] = [] if encoder is None else [_class_key(own_class(encoder)), _settings(encoder)]
     edits = {
         id(module._modules[child_name(name)]) for module in block.modules() for name in edited_weights(module)
     }

@@ -32,6 +32,7 @@ from wellposed.anatomy.cores import (
     watching_cores,
 )
 from wellposed.anatomy.example import LIBRARIES, Example, eagerly, given_example, made_examples, preserved
+from wellposed.anatomy.loops import close_loop, encoder_of, open_loop
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.proof import as_built, block_signature, own_class, proofs
 from wellposed.interrupts import let_through
@@ -97,6 +98,8 @@ def _proven_by_runs(model: nn.Module, missing: list[Block], example: Any) -> str
         return _GIVE_EXAMPLE
     with preserved(model), eagerly(), as_built(model), torch.inference_mode(False), torch.no_grad():
         model.eval()
+        for block in missing:
+            open_loop(block.module)
         for _, part, one in runs:
             for block, args, kwargs in _calls(part, {_key(block): block for block in missing}, one):
                 row = _row(block, args, kwargs)
@@ -104,11 +107,14 @@ def _proven_by_runs(model: nn.Module, missing: list[Block], example: Any) -> str
                     proofs().queries[_key(block)] = row
                 else:
                     _OF_OWN[block.module] = row
+        for block in missing:
+            close_loop(block.module)
     return ""
 
 
 def is_of_library(block: nn.Module) -> bool:
     """Whether a module's class is one of timm, torchvision, transformers or torch."""
+    block = encoder_of(block) or block
     return own_class(block).__module__.partition(".")[0] in (*LIBRARIES, "torch")
 
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from wellposed.anatomy.loops import close_loop, open_loop
 from wellposed.anatomy.rows import Add, BlockRow, Role, Site
 from wellposed.anatomy.source import Method, SourceAdd
 from wellposed.anatomy.subclass import set_class, subclass, unmarked_class
@@ -36,8 +37,9 @@ class Join(nn.Module):
 
     allow_drop_path = False  # what the removal of the skip was called with
 
-    def __init__(self, role: Role, name: str = "") -> None:
+    def __init__(self, role: Role, name: str = "", *, skip_is_left: bool = True) -> None:
         super().__init__()
+        self.skip_is_left = skip_is_left  # of two layouts in memory the sum has that of the left one
         self.role: Role = role
         self.name = name or role
         self.keep = True
@@ -50,7 +52,9 @@ class Join(nn.Module):
         return self.forward(skip, branch)
 
     def forward(self, skip: Tensor, branch: Tensor) -> Tensor:
-        return skip + branch if self.keep else branch
+        if not self.keep:
+            return branch
+        return skip + branch if self.skip_is_left else branch + skip
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_script(self)
@@ -82,6 +86,7 @@ def block_joins(block: nn.Module, row: BlockRow) -> list[Join]:
 def open_seam(block: nn.Module, row: BlockRow) -> None:
     """Turn the adds of ``block`` into joins, in place. The block computes what it did, bit for bit."""
     opened: list[nn.Module] = []
+    open_loop(block)
     try:
         for path, cut in _cuts(block, row).items():
             module = block.get_submodule(path)
@@ -91,6 +96,7 @@ def open_seam(block: nn.Module, row: BlockRow) -> None:
     except Exception:
         for module in opened:
             _close(module)
+        close_loop(block)
         raise
 
 
@@ -98,6 +104,7 @@ def close_seam(block: nn.Module, row: BlockRow | None = None) -> None:
     """Undo :func:`open_seam`; without a row for the module alone, not for its submodules."""
     for path in {add.site.path if add.site else "" for add in row.adds} if row else {""}:
         _close(block.get_submodule(path))
+    close_loop(block)
 
 
 def is_open(block: nn.Module, row: BlockRow) -> bool:
@@ -113,14 +120,16 @@ def _open(module: nn.Module, cut: Cut, substitutions: tuple[tuple[str, str], ...
             "patch put it there), which would hide the edit; edit the model before that."
         )
     seamed = _seamed_class(unmarked_class(module), cut, substitutions)  # type: ignore[arg-type]
-    names = {add.name: add.role for add in cut}
-    for name in names:
+    named = {add.name: add for add in reversed(cut)}  # the first of a name counts
+    for name in named:
         if hasattr(module, join_name(name)):
             raise SeamError(
                 f"{type(module).__name__} already has an attribute {join_name(name)!r}; rename it."
             )
-    for name, role in names.items():
-        module.add_module(join_name(name), Join(role, name).train(module.training))
+    for name in dict.fromkeys(add.name for add in cut):
+        site = named[name].site
+        join = Join(named[name].role, name, skip_is_left=site is None or site.skip_is_left)
+        module.add_module(join_name(name), join.train(module.training))
     set_class(module, seamed)
 
 

@@ -97,8 +97,7 @@ class Method:
             joins: for the number of an add, the name of its join and whether the skip is on its left.
             substitutions: (expression, replacement) pairs, each found once.
         """
-        definition = ast.parse(self.text).body[0]
-        assert isinstance(definition, ast.FunctionDef)
+        definition = self.parsed()
         calls = {
             id(add.node): (add, *joins[number])
             for number, add in enumerate(_adds(definition))
@@ -107,8 +106,18 @@ class Method:
         owner = [*definition.args.posonlyargs, *definition.args.args][0].arg
         _JoinAdds(calls, owner).visit(definition)
         _substitute(definition, substitutions, self.where)
+        return self.replaced(definition)
+
+    def parsed(self) -> ast.FunctionDef:
+        """The definition, to be changed."""
+        definition = ast.parse(self.text).body[0]
+        assert isinstance(definition, ast.FunctionDef)
+        return definition
+
+    def replaced(self, definition: ast.FunctionDef) -> Callable[..., Any]:
+        """The method with another definition, in the wrappers that are around it."""
         definition.decorator_list = []
-        return _rewrapped(self.layers, _compile_like(self.function, definition, self.where))
+        return _rewrapped(self.layers, compiled_like(self.function, definition, self.where))
 
 
 class _Arms:
@@ -332,7 +341,7 @@ def _substitute(definition: ast.FunctionDef, substitutions: tuple[tuple[str, str
             )
 
 
-def _compile_like(
+def compiled_like(
     original: types.FunctionType, definition: ast.FunctionDef, where: str
 ) -> types.FunctionType:
     """Compile ``definition`` with the globals, defaults and closure of ``original``."""
@@ -353,7 +362,8 @@ def _compile_like(
     module = ast.fix_missing_locations(ast.Module([outer], []))
 
     # Compiled from the text that tracebacks and debuggers will show.
-    filename, text = f"<wellposed seam of {where}>", ast.unparse(module)
+    text = ast.unparse(module)
+    filename = f"<wellposed seam of {where} {hashlib.sha256(text.encode()).hexdigest()[:8]}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     enclosing = _code_within(compile(text, filename, "exec"), "_enclosing")
     code = _code_within(enclosing, definition.name)

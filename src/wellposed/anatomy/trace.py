@@ -130,6 +130,7 @@ _READ = frozenset(
         "swapaxes",
         "swapdims",
         "scaled_dot_product_attention",
+        "flex_attention",
         "multi_head_attention_forward",
         "softmax",
         "getitem",

@@ -13,23 +13,24 @@ from wellposed.train import options
 
 @app.command(rich_help_panel=FIRST_STEPS)
 def demo(
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 25,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 12,
     seed: Annotated[
-        int, typer.Option(min=0, help="Of the split, the weights and the order of the images.")
+        int, typer.Option(min=0, help="The first one, of the split, the weights and the order of the images.")
     ] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each model.")] = 3,
     out: Annotated[
         Path, typer.Option(help="Folder for report.html, the runs and the table's numbers.")
     ] = Path("demo"),
 ) -> None:
     """Train a small ViT on handwritten digits with and without its skips and edits: a table and a page.
 
-    Interrupted, it goes on when called again; after it has finished, it starts anew.
+    Interrupted, it resumes when called again; after it has finished, it starts over.
     Exit code: 0 done, 1 a run failed, 130 or 143 stopped by SIGINT or SIGTERM.
     """
     with plain_errors():
         from wellposed import demo as demonstration
 
-        outcome = demonstration.run(out, epochs=epochs, seed=seed)
+        outcome = demonstration.run(out, epochs=epochs, seed=seed, seeds=seeds)
     raise typer.Exit(outcome.exit_code)
 
 
@@ -84,9 +85,9 @@ def diagnose(
     edit: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FIELD=VALUE",
-            help="Edit a model by name as training does, such as graying=spectral, eps=0.7 or "
-            "remove_skips=attention; may be repeated.",
+            metavar="'EDIT ARGUMENT=VALUE ...'",
+            help="Edit a model by name as training does, such as 'gray_tokens eps=0.7' or "
+            "'remove_skips which=attention'; may be repeated.",
         ),
     ] = None,
     compare: Annotated[
@@ -96,9 +97,14 @@ def diagnose(
             help="Measure this too, unedited, or read what --out has written, and print both side by side.",
         ),
     ] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print every record as JSON instead of tables.")
+    ] = False,
 ) -> None:
     """Measure how ill-conditioned a model or a training run is, and print the worst blocks first."""
     with plain_errors():
+        if json_output and compare is not None:
+            raise ValueError("expected --json or --compare, got both; print the JSON of each on its own.")
         import wellposed
         from wellposed import diagnosing
         from wellposed.environment import environment
@@ -137,13 +143,15 @@ def diagnose(
         if compare is not None:
             other = diagnosing.kept_diagnosis(compare) or measured(target_of(compare, {}))
         diagnosis = measured(target_of(model, options.edits(edit or ())))
-        typer.echo(str(diagnosis))
+        typer.echo(diagnosis.to_json() if json_output else str(diagnosis), nl=not json_output)
         if other is not None:
             assert compare is not None
             typer.echo(f"\n{diagnosis.compare(other, (model, compare))}")
         if out is not None:
             diagnosis.save(out)
-            typer.echo(f"\nwritten to {out}: diagnosis.csv, diagnosis.json, diagnosis.html")
+            typer.echo(
+                err=json_output, message=f"\nwritten to {out}: diagnosis.csv, diagnosis.json, diagnosis.html"
+            )
 
 
 def _refuse_for_a_run(given: dict[str, Any]) -> None:

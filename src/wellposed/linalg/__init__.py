@@ -1,10 +1,8 @@
 """Batched linear algebra on (..., N, D) matrices. Knows no model."""
 
 from wellposed.linalg.dct import dct2, dct_matrix, idct2
-from wellposed.linalg.power import DEFAULT_FLOOR, power_gain
 from wellposed.linalg.spectral_plan import Plan, Precision, spectral_plan
-from wellposed.linalg.spectral_power import spectral_condition, spectral_power
-from wellposed.linalg.spectral_target import power_for_kappa
+from wellposed.linalg.spectral_power import power_for_kappa, spectral_condition, spectral_power
 from wellposed.linalg.spectrum import (
     KAPPA_LIMIT,
     ConditionNumber,
@@ -13,7 +11,7 @@ from wellposed.linalg.spectrum import (
     singular_values,
     stable_rank,
 )
-from wellposed.linalg.svd_power import svd_power
+from wellposed.linalg.svd_power import DEFAULT_FLOOR, power_gain, svd_power
 
 __all__ = [
     "DEFAULT_FLOOR",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from wellposed.linalg.eager import is_jit_traced, is_traced
+from wellposed.linalg.execution import is_jit_traced, is_traced
 from wellposed.linalg.precision import without_autocast
 
 

@@ -8,6 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wellposed.linalg.execution import is_traced
+
+_USUAL = 2.0**20
+"""Squares of numbers between its inverse and this, and the small ones beside them, are normal in float32."""
+
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """A context in which autocast does not lower operations on x's device."""
@@ -41,15 +46,20 @@ def in_float64(x: Tensor) -> Tensor:
 def unit_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers (B,) to divide matrices (B, n, d) by, so that ``dtype`` and that of x hold their squares.
 
-    The largest entry, within bounds that leave it and its inverse normal numbers, so subnormal tokens keep
-    their digits. 1 for zeros and for what is not finite.
+    1 for those of usual size, for zeros and for what is not finite. Else the largest entry, within bounds
+    that leave it and its inverse normal numbers, so subnormal tokens keep their digits.
     """
     wide = torch.promote_types(x.dtype, dtype)
     bound = 2.0**100 if wide == torch.float32 else 2.0**900
     largest = torch.maximum(x.amax((-2, -1)), -x.amin((-2, -1))).to(wide)
-    return torch.where((largest > 0) & largest.isfinite(), largest, 1).clamp(1 / bound, bound)
+    is_usual = (largest > 1 / _USUAL) & (largest < _USUAL)
+    needs_none = is_usual | (largest <= 0) | ~largest.isfinite()
+    return torch.where(needs_none, 1, largest).clamp(1 / bound, bound)
 
 
 def scaled(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
     """X / unit, rounded to ``dtype`` after."""
+    # To look would make a GPU wait.
+    if unit.device.type == "cpu" and not is_traced() and (unit == 1).all():
+        return x.to(dtype)
     return (x.to(unit.dtype) / unit[:, None, None]).to(dtype)

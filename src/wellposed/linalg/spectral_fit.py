@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from wellposed.linalg.eager import constant, is_traced
+from wellposed.linalg.execution import constant, is_traced
 
 MARGIN = 1.05
 """The chain divides by this much more than lambda_max, for a lambda_max that was found a little too small."""

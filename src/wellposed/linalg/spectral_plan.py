@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from wellposed.linalg.eager import constant
+from wellposed.linalg.execution import constant
 from wellposed.linalg.spectral_fit import check_floor
 
 Precision = Literal["auto", "float32", "float64"]

@@ -27,11 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellposed.linalg.eager import is_jit_traced
-from wellposed.linalg.once import once
-from wellposed.linalg.precision import without_autocast
-from wellposed.linalg.spectral_chain import Chain, chain_backward, chain_forward
-from wellposed.linalg.spectral_eigen import Eigen, eigen_backward, eigen_forward
+from wellposed.linalg.execution import is_jit_traced, once
+from wellposed.linalg.precision import in_float64, without_autocast
+from wellposed.linalg.spectral_chain import Chain, chain_backward, chain_forward, top_eigenpair
+from wellposed.linalg.spectral_eigen import Eigen, Power, eigen_backward, eigen_forward
 from wellposed.linalg.spectral_fit import chain_coefficients, wide_steps
 from wellposed.linalg.spectral_plan import (
     DEFAULT_TOLERANCE,
@@ -40,6 +39,7 @@ from wellposed.linalg.spectral_plan import (
     rounds_float32,
     spectral_plan,
 )
+from wellposed.linalg.spectrum import inverse_factor, smallest_value
 
 
 def spectral_power(
@@ -111,6 +111,35 @@ def spectral_condition(
     return _apply_chain(x, coefficients + one, delta, plan, rescale=True, largest_gain=1 / plan.floor)
 
 
+def power_for_kappa(x: Tensor, target: float, floor: float) -> Tensor:
+    r"""The power that gives each matrix a chosen condition number: eps = log(target) / log(kappa).
+
+    kappa counts up to ``1 / floor`` only, so that a matrix without full rank has a power too. The largest
+    eigenvalue of X X^T comes from Lanczos' method, the smallest from powers of its inverse, both in float64
+    and without waiting for the host.
+
+    Returns:
+        Powers (...) for x (..., N, D), float64: 1 where kappa is below the target already. They get no
+        gradient.
+
+    >>> x = torch.stack([torch.diag(torch.tensor([100.0, 1.0])), torch.eye(2)])
+    >>> power_for_kappa(x, 10.0, floor=1e-4)
+    tensor([0.5000, 1.0000], dtype=torch.float64)
+    """
+    with torch.no_grad(), without_autocast(x):
+        wide = in_float64(x)
+        wide = wide if x.shape[-2] <= x.shape[-1] else wide.mT
+        wide = wide.flatten(0, -3) if x.ndim > 2 else wide[None]
+        size = wide.abs().amax((-2, -1), keepdim=True)
+        wide = wide / torch.where(size > 0, size, 1)
+        A = wide @ wide.mT
+        largest = top_eigenpair(A)[0].sqrt()
+        log_kappa = (largest / smallest_value(inverse_factor(A), wide)).log()
+        eps = math.log(target) / log_kappa.clamp(min=0, max=-math.log(floor))
+        # Zeros have no kappa; what is not finite stays so at any power.
+        return eps.clamp(max=1).nan_to_num(1.0).reshape(x.shape[:-2]).to(x.device)
+
+
 def _constant_plan(x: Tensor, floor: float | None, tolerance: float, precision: Precision) -> Plan:
     """The plan, of numbers that torch.compile takes for constants: float(number) would be a symbol."""
     constant = None if floor is None else floor.__float__()
@@ -128,20 +157,11 @@ def _apply_eigen(
     is_narrow = plan.precision == "float32" or (
         x.dtype != torch.float64 and not rounds_float32(x.device.type)
     )
+    dtype, work = getattr(torch, plan.precision), torch.float32 if is_narrow else torch.float64
+    settings = Power(power, plan.floor, rescale, shift, dtype, work)
+    keep = _needs_gradient(x)
     run = _Eigen.forward if is_jit_traced() else _Eigen.apply
-    return _over_wide(
-        x,
-        lambda X: run(
-            X,
-            power,
-            plan.floor,
-            shift,
-            rescale,
-            getattr(torch, plan.precision),
-            torch.float32 if is_narrow else torch.float64,
-            _needs_gradient(x),
-        )[0],
-    )
+    return _over_wide(x, lambda X: run(X, keep, *settings)[0])
 
 
 def _apply_chain(
@@ -170,26 +190,19 @@ def _needs_gradient(x: Tensor) -> bool:
 
 
 class _Eigen(torch.autograd.Function):
+    """Of x, whether to keep the decomposition, and the fields of a :class:`Power`."""
+
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        eps: Tensor,
-        floor: float,
-        shift: float,
-        rescale: bool,
-        dtype: torch.dtype,
-        work: torch.dtype,
-        keep: bool,
-    ) -> tuple[Tensor, ...]:
+    def forward(x: Tensor, keep: bool, *power: Any) -> tuple[Tensor, ...]:
         with without_autocast(x):
-            y, eigen = eigen_forward(x, eps, floor, shift=shift, rescale=rescale, dtype=dtype, work=work)
+            y, eigen = eigen_forward(x, Power(*power))
         return (y, *eigen) if keep else (y,)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, eps, ctx.floor, ctx.shift, ctx.rescale, ctx.dtype, ctx.work, _ = inputs
+        x, _, eps, *ctx.power = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(x, eps, *output[1:])
 
@@ -197,14 +210,12 @@ class _Eigen(torch.autograd.Function):
     @once
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, eps, *kept = ctx.saved_tensors
-        settings = {"shift": ctx.shift, "rescale": ctx.rescale}
+        power = Power(eps, *ctx.power)
         # A caller may run backward inside autocast; these products need their digits.
         with without_autocast(grad):
-            if kept:
-                eigen = Eigen(*kept)
-            else:  # forward did not expect a gradient
-                eigen = eigen_forward(x, eps, ctx.floor, dtype=ctx.dtype, work=ctx.work, **settings)[1]
-            out = eigen_backward(grad, eigen, eps, ctx.floor, **settings)
+            # Nothing is kept where forward did not expect a gradient.
+            eigen = Eigen(*kept) if kept else eigen_forward(x, power)[1]
+            out = eigen_backward(grad, eigen, power)
         return out, *[None] * 7
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wellposed.linalg.eager import over_chunks
+from wellposed.linalg.execution import over_chunks
 from wellposed.linalg.precision import in_float64, without_autocast
 from wellposed.linalg.spectral_eigen import gram_matrix
 
@@ -221,21 +221,21 @@ def _extremes_by_squaring(x: Tensor) -> tuple[Tensor, Tensor]:
     # A wrong direction that bfloat16 mixes in cannot be longer than the largest singular value, but it can
     # be 1e7 times longer than the smallest: that one needs all digits.
     largest = _gain(A @ _dominant(A, _SQUARINGS_FOR_LARGEST, coarse=True), x)
-    factor = _inverse_factor(A)
-    smallest = _smallest(factor, x)
+    factor = inverse_factor(A)
+    smallest = smallest_value(factor, x)
     # Where kappa is large, Cholesky has rounded the smallest eigenvalues away. What its factor makes of X is
     # well conditioned, so the Gram matrix of that has all their digits (shifted Cholesky QR).
     is_hard = largest > _HARD * smallest
     if bool(is_hard.any()):
         x, factor = x[is_hard], factor[is_hard]
         better = factor @ x
-        factor = _inverse_factor(better @ better.mT) @ factor
+        factor = inverse_factor(better @ better.mT) @ factor
         # Both are upper bounds.
-        smallest[is_hard] = torch.minimum(smallest[is_hard], _smallest(factor, x))
+        smallest[is_hard] = torch.minimum(smallest[is_hard], smallest_value(factor, x))
     return largest.reshape(batch), smallest.reshape(batch)
 
 
-def _inverse_factor(A: Tensor) -> Tensor:
+def inverse_factor(A: Tensor) -> Tensor:
     """The inverse of the Cholesky factor of A."""
     # The shift keeps Cholesky going where rounding has made A indefinite; it moves no eigenvector.
     shift = 4 * torch.finfo(A.dtype).eps * A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
@@ -245,8 +245,9 @@ def _inverse_factor(A: Tensor) -> Tensor:
     return inverse
 
 
-def _smallest(inverse_factor: Tensor, x: Tensor) -> Tensor:
-    return _gain(_dominant(inverse_factor.mT @ inverse_factor, _SQUARINGS), x)
+def smallest_value(factor: Tensor, x: Tensor) -> Tensor:
+    """The smallest singular value of x from the inverse Cholesky factor of X X^T."""
+    return _gain(_dominant(factor.mT @ factor, _SQUARINGS), x)
 
 
 def _aligned(A: Tensor) -> Tensor:

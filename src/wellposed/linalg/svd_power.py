@@ -4,7 +4,13 @@ r"""Raise the singular values of a matrix to a power, with a gradient that is ex
     X = U \operatorname{diag}(s) V^T \;\mapsto\; U \operatorname{diag}(g) V^T,
     \qquad g_i = s_{\max}\, h(s_i / s_{\max}), \quad h(t) = t^\epsilon
 
-(h goes on linearly below a floor, see :mod:`wellposed.linalg.power`.)
+The slope of :math:`t^\epsilon` at t = 0 is infinite, so a token matrix that lacks rank would have an infinite
+gradient. Below a relative floor the map continues as a straight line through the origin:
+
+.. math::
+    h(t) = t \cdot \max(t, \text{floor})^{\epsilon - 1}
+
+which is exact above the floor, continuous, monotone, and has the largest slope floor^(eps - 1).
 
 Autograd through ``torch.linalg.svd`` divides by s_i^2 - s_j^2 and is non-finite where singular values
 repeat. The map itself is smooth there: its derivative (Daleckii and Krein) holds only divided
@@ -27,9 +33,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wellposed.linalg.once import once
-from wellposed.linalg.power import DEFAULT_FLOOR, power_gain
+from wellposed.linalg.execution import once
 from wellposed.linalg.precision import without_autocast
+
+DEFAULT_FLOOR = 1e-7
+"""Relative to the largest value. Condition numbers up to 1e7 are treated exactly."""
+
+
+def power_gain(t: Tensor, eps: float | Tensor, floor: float = DEFAULT_FLOOR) -> Tensor:
+    """h(t) / t: the factor that takes t in [0, 1] to t^eps, bounded by floor^(eps - 1).
+
+    >>> t = torch.tensor([0.0, 0.25, 1.0])
+    >>> t * power_gain(t, eps=0.5)
+    tensor([0.0000, 0.5000, 1.0000])
+    """
+    gain: Tensor = t.clamp(min=floor) ** (eps - 1)
+    return gain
 
 
 class _Scaled(NamedTuple):

@@ -19,7 +19,7 @@ from wellposed.probes.tables import (
     token_table,
     without_repeats,
 )
-from wellposed.records import COLUMNS, Record, read_json, rows, write_csv, write_json
+from wellposed.records import COLUMNS, Record, json_text, read_json, rows, write_csv, write_json
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,9 +85,11 @@ class Diagnosis:
         """One line a record, without the values of the single images."""
         write_csv(self.records, path)
 
-    def to_json(self, path: str | Path) -> None:
-        """Everything; :meth:`from_json` reads it back."""
-        write_json(self.records, self.about, path)
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Everything as JSON, which :meth:`from_json` reads; written to a file too if ``path`` names one."""
+        if path is not None:
+            write_json(self.records, self.about, path)
+        return json_text(self.records, self.about)
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The report as a page that opens offline; written to a file too if ``path`` names one."""

@@ -16,7 +16,7 @@ from wellposed.anatomy.model import Block, BlockSelection, select
 from wellposed.interrupts import let_through, uninterrupted
 from wellposed.probes.images import Batch, image_batches
 from wellposed.probes.named_inputs import NamedInputs, run
-from wellposed.probes.ntk_rows import output_of
+from wellposed.probes.ntk_gradients import output_of
 from wellposed.probes.observe import observed, plain
 from wellposed.probes.summary import Sample, summarize
 from wellposed.records import Record, dtype_name

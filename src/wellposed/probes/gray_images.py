@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from wellposed.calls import GRAY, plain_calls
 from wellposed.graying_pictures import MOST_EPS, PNG, Grayed, GrayedImage, GrayingPictures
 from wellposed.image_files import SUFFIXES, decode
 from wellposed.linalg import condition_number
@@ -36,12 +37,12 @@ SIDE = 96
 def settings_of(recipes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The method and the powers that show what these recipes gray with.
 
-    >>> settings_of([{"graying": None}, {"graying": "dct", "eps": 0.95}])
+    >>> settings_of([{}, {"edits": [{"edit": "gray_tokens", "method": "dct", "eps": 0.95}]}])
     {'method': 'dct', 'eps': [0.95, 0.9, 0.7, 0.5]}
     """
-    used = [recipe.get("graying") for recipe in recipes]
-    method = next((name for name in used if name in METHODS), METHODS[0])
-    own = {recipe.get("eps") for recipe in recipes if recipe.get("graying")}
+    calls = [call for recipe in recipes for call in plain_calls(recipe) if call["edit"] == GRAY]
+    method = next((call["method"] for call in calls if call.get("method") in METHODS), METHODS[0])
+    own = {call.get("eps") for call in calls}
     powers = {eps for eps in own if isinstance(eps, float) and 0 < eps < 1}
     return {"method": method, "eps": sorted({*EPS, *powers}, reverse=True)[:MOST_EPS]}
 

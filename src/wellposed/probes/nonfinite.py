@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from wellposed.interrupts import uninterrupted
 from wellposed.probes.images import Batch, first_images
 from wellposed.probes.named_inputs import run
-from wellposed.probes.ntk_rows import output_of
+from wellposed.probes.ntk_gradients import output_of
 from wellposed.probes.observe import eagerly, plain, preserved, removing
 
 What = Literal["weight", "output", "loss", "gradient"]

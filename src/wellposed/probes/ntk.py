@@ -18,8 +18,10 @@ bounds the step of gradient descent, its condition number says how unevenly the 
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +32,160 @@ from wellposed.interrupts import uninterrupted
 from wellposed.probes.images import Batch, image_batches
 from wellposed.probes.model_input import image_axis
 from wellposed.probes.named_inputs import as_dtype
-from wellposed.probes.ntk_kernel import NTK, KernelSpectrum, kernel_spectrum
-from wellposed.probes.ntk_plan import plan_passes
-from wellposed.probes.ntk_rows import RowFunction, as_function, gram_matrices
+from wellposed.probes.ntk_gradients import Plan, RowFunction, as_function, gram_matrices, plan_passes
 from wellposed.probes.observe import plain, preserved
-from wellposed.probes.parameter_groups import GroupBy, parameter_groups
-from wellposed.records import Record
+from wellposed.probes.parameter_groups import GroupBy, ParameterGroup, parameter_groups
+from wellposed.records import Record, Status, dtype_name, short
 from wellposed.text import byte_count
 
-__all__ = ["NTK", "KernelSpectrum", "Outputs", "kernel_spectrum", "ntk", "ntk_spectrum"]
-
 Outputs = Literal["sum", "all"] | Sequence[int]
+
+GRADIENT_ERROR = 100
+"""Times eps of the dtype: how far the gradients G of a deep model are off, in the spectral norm, relative to
+that of G. Seen over all families in float32: 2 to 90."""
+
+
+class KernelSpectrum(NamedTuple):
+    """Eigenvalues (rows,), descending, float64, and what they say.
+
+    ``floor``: eigenvalues below it are rounding. ``kappa``: ratio of the largest to the smallest, or a lower
+    bound of it where ``at_least``; NaN of a zero kernel and of one with a non-finite entry.
+    """
+
+    eigenvalues: Tensor
+    floor: float
+    kappa: float
+    at_least: bool
+
+
+def kernel_spectrum(kernel: Tensor, dtype: torch.dtype) -> KernelSpectrum:
+    r"""The spectrum of a kernel G G^T that was made in float64 of gradients in ``dtype``.
+
+    An error :math:`\delta \sigma_{\max}` of G moves its singular values by no more than that, so eigenvalues
+    of the kernel are told down to :math:`\delta^2 \lambda_{\max}`, with :math:`\delta` = 100 eps, unless the
+    rounding of the float64 product is above it: kappa up to 7e9 from float32 gradients.
+
+    >>> kernel_spectrum(torch.diag(torch.tensor([1.0, 8.0], dtype=torch.float64)), torch.float32).kappa
+    8.0
+    """
+    if not kernel.isfinite().all():
+        return KernelSpectrum(torch.full_like(kernel[0], math.nan), math.nan, math.nan, False)
+    values = torch.linalg.eigvalsh(kernel).flip(0)
+    largest, smallest = values[0].item(), values[-1].item()
+    if largest <= 0:
+        return KernelSpectrum(values, 0.0, math.nan, False)
+    gradients, product = GRADIENT_ERROR * torch.finfo(dtype).eps, len(kernel) * torch.finfo(kernel.dtype).eps
+    resolution = max(gradients**2, product)
+    if smallest < resolution * largest and len(values) > 1:
+        return KernelSpectrum(values, resolution * largest, 1 / resolution, True)
+    return KernelSpectrum(values, resolution * largest, largest / smallest, False)
+
+
+@dataclass(frozen=True)
+class NTK:
+    """An empirical neural tangent kernel.
+
+    Args:
+        kernel: (rows, rows), float64: of the whole model. Rows go through the outputs of an image, then to
+            the next image.
+        groups: the kernel of each group of parameters, by its name; they add up to ``kernel``.
+        eigenvalues, kappa, at_least: of ``kernel``, see :class:`KernelSpectrum`.
+        plan: how many passes it took, and how many bytes of gradients were held.
+        members: the groups and which parameters they hold.
+        images: how many.
+        outputs: which outputs of the model, in words.
+        dtype: of the gradients; the coarsest where there are several.
+        how: the way to the gradients, in words: row by row, or mapped over images.
+    """
+
+    kernel: Tensor
+    groups: dict[str, Tensor]
+    eigenvalues: Tensor
+    kappa: float
+    at_least: bool
+    plan: Plan
+    members: tuple[ParameterGroup, ...]
+    images: int
+    outputs: str
+    dtype: torch.dtype
+    how: str = "row by row"
+
+    def __str__(self) -> str:
+        kappa, largest, smallest, _ = self.records()[:4]
+        return (
+            f"{self.outputs}, {self.images} images: lambda max {largest.text()}, "
+            f"lambda min {smallest.text()}, kappa {kappa.text()} ({self.plan})"
+        )
+
+    def records(self) -> list[Record]:
+        """Kappa, largest and smallest eigenvalue, and trace: of the whole model, then of every group.
+
+        The record of kappa carries the eigenvalues as its curve.
+        """
+        parameters = tuple(name for group in self.members for name in group.parameters)
+        found = self._records(ParameterGroup("model", parameters), self.kernel)
+        for group in self.members:
+            if group.name != "model":
+                found += self._records(group, self.groups[group.name])
+        return found
+
+    def _records(self, group: ParameterGroup, kernel: Tensor) -> list[Record]:
+        spectrum = kernel_spectrum(kernel, self.dtype)
+        how = f"{self.outputs}; gradients by autograd {self.how}, float64 kernel and eigenvalues; {self.plan}"
+        return [
+            Record(
+                measure=f"ntk {name}",
+                value=value,
+                block=group.block,
+                module=group.module,
+                position=group.part,
+                images=self.images,
+                status=status,
+                note=self._note(spectrum),
+                estimator=how,
+                dtype=dtype_name(self.dtype),
+                tolerance=_tolerance(name, value, status, spectrum.kappa, self.dtype),
+                curve=tuple(spectrum.eigenvalues.tolist()) if name == "kappa" and value is not None else (),
+            )
+            for name, value, status in _measured(spectrum, kernel.trace().item())
+        ]
+
+    def _note(self, spectrum: KernelSpectrum) -> str:
+        if spectrum.at_least:
+            remedy = "" if self.dtype == torch.float64 else "; dtype=torch.float64 tells more"
+            return f"eigenvalues below {short(spectrum.floor)} are rounding{remedy}"
+        if not spectrum.eigenvalues.isfinite().all():
+            return "a gradient holds a non-finite value"
+        if math.isnan(spectrum.kappa):
+            return "the outputs do not depend on these parameters"
+        return ""
+
+
+def _tolerance(
+    name: str, value: float | None, status: Status, kappa: float, dtype: torch.dtype
+) -> float | None:
+    """Relative error of a measure, from that of the gradients; a bound has none."""
+    if value is None or status != "ok":
+        return None
+    error = GRADIENT_ERROR * torch.finfo(dtype).eps
+    # A singular value of G is off by a part of the largest, and the eigenvalue is its square.
+    return 2 * error * (math.sqrt(kappa) if name in ("kappa", "lambda min") else 1)
+
+
+def _measured(spectrum: KernelSpectrum, trace: float) -> list[tuple[str, float | None, Status]]:
+    largest, smallest = spectrum.eigenvalues[0].item(), spectrum.eigenvalues[-1].item()
+    if spectrum.at_least:
+        return [
+            ("kappa", spectrum.kappa, "at least"),
+            ("lambda max", largest, "ok"),
+            ("lambda min", spectrum.floor, "at most"),
+            ("trace", trace, "ok"),
+        ]
+    values = {"kappa": spectrum.kappa, "lambda max": largest, "lambda min": smallest, "trace": trace}
+    return [
+        (name, value, "ok") if math.isfinite(value) else (name, None, "not measured")
+        for name, value in values.items()
+    ]
 
 
 def ntk(
@@ -55,8 +200,10 @@ def ntk(
 ) -> NTK:
     """The empirical neural tangent kernel of a model in evaluation mode, which is left as it was.
 
-    Trainable parameters count, each once; frozen ones are constants. Gradients come from plain autograd, one
-    image and output after the other. What the model draws at random is drawn once, for all images.
+    Trainable parameters count, each once; frozen ones are constants. Gradients of
+    small images come from ``torch.func``, several images at a time. Large images, and models that have batch
+    norm, draw random numbers or cannot be mapped, take plain autograd, one image and output after the other:
+    ``how`` says which. What the model draws at random is drawn once, for all images.
 
     Args:
         images: few of them, the kernel has a row for each or several; see
@@ -68,8 +215,8 @@ def ntk(
         groups: see :func:`~wellposed.probes.parameter_groups.parameter_groups`; any choice but ``"model"``
             needs a model whose blocks are known.
         memory_limit: bytes, or a text like ``"2GB"``, for gradients held at a time. Less takes more passes
-            over the images and gives the same kernel. The kernels themselves (float64, one a group) and the
-            activations of one image come on top.
+            over the images and gives the same kernel, up to rounding. The kernels themselves (float64, one a
+            group) and the activations of the images that are mapped together come on top.
         max_images: the first so many; None is all of a tensor or list, and a few dozen of a DataLoader.
         dtype: to compute gradients in; None keeps the model's. Products are in float64 always.
     """
@@ -106,6 +253,9 @@ def ntk(
             itemsize=widest.itemsize,
             limit=limit,
         )
+        function.map_images(plan.rows_at_once(widest.itemsize))
+        if function.at_once > 1:
+            plan = plan.making(function.at_once * function.rows_per_image, widest.itemsize)
         kernels = gram_matrices(plan, function.for_each_row, group_of, dtype=widest, device=device)
         kernel = sum(kernels.values(), start=torch.zeros_like(next(iter(kernels.values()))))
         coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
@@ -121,6 +271,7 @@ def ntk(
         images=len(singles),
         outputs=text,
         dtype=coarsest,
+        how=function.how,
     )
 
 

@@ -330,7 +330,7 @@ _TITLES = {"spectral": "Spectral", "svd": "SVD", "dct": "DCT"}
 
 def graying_section(material: Material, budget: Budget) -> Section | Missing:
     """Rows of numbers, and in ``extra`` a picture for each image and eps."""
-    grays_first = sorted(material.subjects, key=lambda subject: not subject.recipe.get("graying"))
+    grays_first = sorted(material.subjects, key=lambda subject: "graying" not in " ".join(subject.edits))
     shown = material.graying or together([each.graying for each in grays_first if each.graying])
     if shown is None:
         return Missing(GRAYING, "wellposed report RUN_OR_DIAGNOSIS... --images DIR")

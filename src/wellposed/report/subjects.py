@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from wellposed.calls import GRAY, plain_calls
 from wellposed.graying_pictures import GrayingPictures
 from wellposed.records import Record
+from wellposed.text import ranges
 
 COLLAPSED, NOT_FINISHED = "collapsed", "not finished"
 _BESIDE = ("note", "warning", "checkpoint", "torn")
@@ -237,25 +239,30 @@ def isolated(name: str) -> str:
 def edits_of(recipe: Mapping[str, Any]) -> tuple[str, ...]:
     """The edits of a recipe in words.
 
-    >>> edits_of({"graying": "dct", "eps": 0.95, "gray_where": "pixels", "broadcast": "cb"})
-    ('graying dct, eps 0.95, at pixels', 'broadcasting cb at mlp.end')
+    >>> edits_of({"edits": [{"edit": "gray_tokens", "method": "dct", "eps": 0.95, "where": "pixels"}]})
+    ('graying dct, eps 0.95, at pixels',)
+    >>> edits_of({"remove_skips": "ffn", "skip_blocks": "0-2"})  # of a version before 0.2.0
+    ('no ffn skips, blocks 0-2',)
     """
-    told = []
-    if recipe.get("graying"):
-        power = [f"{name} {recipe[name]}" for name in ("eps", "eps_end", "target_kappa") if recipe.get(name)]
-        if recipe.get("eps_per_block"):
-            power.append(f"eps {recipe['eps_per_block']} by block")
-        where = f"at {recipe.get('gray_where', 'embedding')}{_blocks(recipe.get('gray_blocks'))}"
-        told.append(", ".join([f"graying {recipe['graying']}", *power, where]))
-    if recipe.get("broadcast"):
-        where = f"{recipe.get('broadcast_where', 'mlp.end')}{_blocks(recipe.get('broadcast_blocks'))}"
-        told.append(f"broadcasting {recipe['broadcast']} at {where}")
-    if recipe.get("uniform_heads"):
-        told.append(f"{recipe['uniform_heads']} uniform heads{_blocks(recipe.get('uniform_blocks'))}")
-    if recipe.get("remove_skips"):
-        told.append(f"no {recipe['remove_skips']} skips{_blocks(recipe.get('skip_blocks'))}")
-    return tuple(told)
+    return tuple(map(_words_of, plain_calls(recipe)))
 
 
-def _blocks(blocks: object) -> str:
-    return "" if blocks in (None, "", []) else f", blocks {blocks}"
+def _words_of(call: Mapping[str, Any]) -> str:
+    kind, blocks = call["edit"], call.get("blocks")
+    on = (
+        ""
+        if blocks in (None, "", [])
+        else f", blocks {ranges(blocks) if isinstance(blocks, list) else blocks}"
+    )
+    if kind == GRAY:
+        power = [f"{name} {call[name]}" for name in ("eps", "eps_end", "target_kappa") if call.get(name)]
+        method = f"graying {call.get('method', 'spectral')}"
+        return ", ".join([method, *power, f"at {call.get('where', 'embedding')}{on}"])
+    if kind == "broadcast_context":
+        name = "cb_s" if call.get("scaled") else "cb"
+        return f"broadcasting {name} at {call.get('where', 'mlp.end')}{on}"
+    if kind == "uniform_heads":
+        return f"{call.get('heads', 1)} uniform heads{on}"
+    if kind == "remove_skips":
+        return f"no {call.get('which', 'attention')} skips{on}"
+    return f"{kind.replace('_', ' ')}{on}"

@@ -230,7 +230,7 @@ def _next(material: Material, groups: dict[str, list[Subject]]) -> Iterator[Sent
     if entering and max(entering) >= math.log(LARGE_KAPPA) and "gray" not in edits:
         yield (
             "Kappa of what enters the blocks is large and nothing is grayed: try training with it, ",
-            Code("wellposed train --graying spectral --eps 0.7"),
+            Code("wellposed train --edit 'gray_tokens eps=0.7'"),
             ". It hardly moves the kappa of attention's own output, and in trained weights it costs accuracy "
             "until they are trained with it.",
         )

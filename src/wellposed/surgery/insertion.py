@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from wellposed.anatomy.loops import open_loop
 from wellposed.anatomy.model import Place
 from wellposed.anatomy.rows import Layout, from_tokens, to_tokens
 from wellposed.anatomy.subclass import close_packed_query, inner, mark, open_packed_query, original, unmark
@@ -128,6 +129,7 @@ def inserted_at(place: Place) -> Inserted | None:
 
 
 def insert(place: Place, inserted: Inserted) -> None:
+    open_loop(place.owner)
     owner = inner(place.owner)
     mark(owner)
     owner.add_module(_CHILD[place.side], inserted.train(owner.training))

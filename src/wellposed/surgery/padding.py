@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from wellposed.anatomy.loops import open_loop
 from wellposed.anatomy.masks import MaskReader, mask_reader
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.rows import Layout, to_tokens
@@ -34,6 +35,7 @@ _FUTURE = (
 def watch_padding(block: Block) -> None:
     """Let a block tell the operations inside it which tokens are padding, from now on."""
     module = block.module
+    open_loop(module)
     if tell_padding not in module._forward_pre_hooks.values():
         reading = block.row.stream, block.row.layout_of(module), mask_reader(module)
         module.padding_reader = reading  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""What training costs beside a bare step of timm and torch.
+"""What training costs compared with a bare step of timm and torch.
 
 The bare step is a timm model, compiled as torch does by default, with a fused AdamW, on one batch that lies
 on the device. The other is the trainer's own: batches out of a set with crops and mirroring, learning-rate
@@ -123,30 +123,24 @@ def run(recipe: Recipe, *, updates: int = 50, rounds: int = 5) -> BenchResult:
         recipe = from_data(replace(recipe, monitor_every=0, mixup=0.0, smoothing=0.0), data)
         recipe = replace(recipe, compile=device.type == "cuda" if recipe.compile is None else recipe.compile)
         loop = _loop(recipe, data, accelerator, Path(folder))
-        trained = _trained(loop)
-        bare = bare_step(recipe, device, len(data.classes), data.channels)
-        times: dict[str, list[float]] = {"bare": [], "trained": []}
+        assert loop.monitor is not None
+        monitor = loop.monitor.monitor
+        trained, bare = _trained(loop), bare_step(recipe, device, len(data.classes), data.channels)
         for step in (bare, trained):
             _timed(step, WARM_UP, device)
-        for _ in range(rounds):
-            times["bare"].append(_timed(bare, updates, device))
-            times["trained"].append(_timed(trained, updates, device))
-        monitor = _monitor(loop, rounds)
+        pairs = [(_timed(bare, updates, device), _timed(trained, updates, device)) for _ in range(rounds)]
+        measured = [_timed(lambda _: monitor.measure(), 1, device) for _ in range(rounds + 1)][1:]
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        return BenchResult(recipe, name, times["bare"], times["trained"], monitor)
+        return BenchResult(recipe, name, [b for b, _ in pairs], [t for _, t in pairs], measured)
 
 
-def _timed(step: Callable[[int], None], updates: int, device: torch.device) -> float:
-    _wait(device)
+def _timed(step: Callable[[int], object], updates: int, device: torch.device) -> float:
+    wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
     before = time.perf_counter()
     step(updates)
-    _wait(device)
+    wait()
     return (time.perf_counter() - before) / updates
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _random_data(recipe: Recipe) -> ImageData:
@@ -216,13 +210,3 @@ def bare_step(recipe: Recipe, device: torch.device, classes: int, channels: int)
             optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-def _monitor(loop: Loop, rounds: int) -> list[float]:
-    assert loop.monitor is not None
-    times = []
-    for _ in range(rounds + 1):
-        before = time.perf_counter()
-        loop.monitor.monitor.measure()
-        times.append(time.perf_counter() - before)
-    return times[1:]

@@ -1,7 +1,6 @@
 """The edits of a recipe: calls of wellposed's own functions, with their arguments.
 
-A recipe's ``edits`` is a list of such calls. On the command line a call is a text, the function's name and
-its arguments; in a file it is a table::
+On the command line a call is a text, the function's name and its arguments; in a file it is a table::
 
     wellposed train --edit 'gray_tokens eps=0.7 where=pixels' --edit 'remove_skips which=ffn blocks=0-3'
 
@@ -12,22 +11,17 @@ its arguments; in a file it is a table::
 >>> parsed("gray_token eps=0.7")
 Traceback (most recent call last):
 ValueError: there is no edit 'gray_token'; did you mean 'gray_tokens'?
-
-The fields ``graying``, ``eps``, ``broadcast``, ``remove_skips`` and those that go with them are short forms
-of one call each; :func:`calls` gives both kinds as one list, which is all that the rest of training reads.
-
 >>> from wellposed.train.recipe import Recipe
->>> [call.code() for call in calls(Recipe(remove_skips="ffn", skip_blocks="0,2-3"))]
+>>> [call.code() for call in calls(Recipe(edits=["remove_skips which=ffn blocks=0,2-3"]))]
 ['wp.remove_skips(model, "ffn", blocks=[0, 2, 3])']
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wellposed.calls import GRAY, EditCall, call_arguments, checked_call
+from wellposed.calls import GRAY, EditCall, call_arguments, checked_call, defaults_of
 from wellposed.files import parse_toml
-from wellposed.text import indices
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +37,9 @@ DEVICE_FLOORS = ("spectral", "condition")
 
 def parsed(text: str) -> dict[str, Any]:
     """The call that a text means."""
-    name, *pairs = text.split()
+    name, *pairs = text.split() or [""]
+    if not name or "=" in name:
+        raise ValueError(f"expected an edit such as 'gray_tokens eps=0.7', got {text!r}.")
     made: dict[str, Any] = {"edit": name}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -59,22 +55,34 @@ def checked(call: Any, name: str = "edits") -> dict[str, Any]:
         return parsed(call)
     is_gray = isinstance(call, Mapping) and call.get("edit") == GRAY
     made = checked_call(call, name, "a recipe", _SCHEDULE if is_gray else ())
-    _check_schedule(made)
+    if is_gray:
+        _check_graying(made)
+    if "heads" in made and (type(made["heads"]) is not int or made["heads"] < 1):
+        raise ValueError(f"uniform_heads' heads must be at least 1, got {made['heads']!r}.")
     return made
 
 
-def _check_schedule(call: Mapping[str, Any]) -> None:
-    end, schedule = call.get("eps_end"), call.get("eps_schedule", "linear")
-    if end is None and "eps_schedule" in call:
+def _check_graying(call: Mapping[str, Any]) -> None:
+    """What training would find out late: values out of range, and arguments that exclude one another."""
+    for name in ("eps", "eps_end", "floor"):
+        value = call.get(name, 1)
+        if type(value) not in (int, float) or not 0 < value <= 1:
+            raise ValueError(f"gray_tokens' {name} must be in (0, 1], got {value!r}.")
+    target, method = call.get("target_kappa"), call.get("method", "spectral")
+    if target is not None and (type(target) not in (int, float) or not target >= 1):
+        raise ValueError(f"gray_tokens' target_kappa must be at least 1, got {target!r}.")
+    if target is not None and method != "spectral":
+        raise ValueError(f"target_kappa goes with method=spectral, got {method}; leave one of them out.")
+    if "eps_schedule" in call and "eps_end" not in call:
         raise ValueError("eps_schedule does nothing alone; add eps_end, or leave it out.")
-    if end is None:
-        return
-    if isinstance(end, bool) or not isinstance(end, (int, float)) or not 0 < end <= 1:
-        raise ValueError(f"eps_end must be in (0, 1], got {end!r}.")
-    if schedule not in ("linear", "cosine"):
-        raise ValueError(f"eps_schedule must be one of linear, cosine, got {schedule!r}.")
-    if call.get("method") == "condition" or call.get("target_kappa") is not None:
-        raise ValueError("eps_end is of a power, which this graying does not take; leave it out.")
+    if call.get("eps_schedule", "linear") not in ("linear", "cosine"):
+        raise ValueError(f"eps_schedule must be one of linear, cosine, got {call['eps_schedule']!r}.")
+    if "blocks" in call and call.get("where") != "blocks":
+        raise ValueError("gray_tokens' blocks go with where=blocks; add it, or leave blocks out.")
+    powers = [name for name in ("eps", "eps_end") if name in call]
+    if powers and (method == "condition" or target is not None):
+        instead = "method=condition" if method == "condition" else "target_kappa"
+        raise ValueError(f"{instead} takes no {powers[0]}; leave one of them out.")
 
 
 def _value(text: str) -> Any:
@@ -82,6 +90,20 @@ def _value(text: str) -> Any:
         return parse_toml(f"value = {text}")["value"]
     except (ValueError, KeyError):
         return text
+
+
+def whole(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call with the defaults of its function and indices as a list, whichever way it was written.
+
+    >>> whole({"edit": "gray_tokens", "method": "dct", "where": "blocks", "blocks": "0-1"})["blocks"]
+    [0, 1]
+    """
+    from wellposed.nn.graying import DEFAULT_EPS
+
+    made = {"edit": call["edit"], **defaults_of(call["edit"]), **call_arguments(call)}
+    if made["edit"] != GRAY or made["method"] not in DEFAULT_EPS or "target_kappa" in made:
+        return made
+    return {"eps": DEFAULT_EPS[made["method"]], **made}
 
 
 @dataclass(frozen=True)
@@ -96,15 +118,9 @@ class RecipeCall(EditCall):
     eps_schedule: str = "linear"
 
 
-def calls(recipe: "Recipe", blocks: int | None = None) -> list[RecipeCall]:
-    """All edits of a recipe, the short forms first.
-
-    Args:
-        recipe: of the edits.
-        blocks: how many the model has, for a power for each of all blocks (``eps_per_block``).
-    """
-    own = [_call(call, recipe) for call in recipe.edits]
-    return [*_short_forms(recipe, blocks), *own]
+def calls(recipe: "Recipe") -> list[RecipeCall]:
+    """All edits of a recipe."""
+    return [_call(call, recipe) for call in recipe.edits]
 
 
 def grayings(recipe: "Recipe") -> list[RecipeCall]:
@@ -115,65 +131,18 @@ def grayings(recipe: "Recipe") -> list[RecipeCall]:
 def _call(call: Mapping[str, Any], recipe: "Recipe") -> RecipeCall:
     arguments = call_arguments(call, without=_SCHEDULE)
     if arguments.get("scaled") and "init" not in arguments:
-        arguments["init"] = _scale_init(recipe)
+        # Scales that go into a trained model start as if they were not there.
+        is_trained = recipe.pretrained or recipe.start_from is not None
+        arguments["init"] = "identity" if is_trained else "cb"
     return RecipeCall(call["edit"], arguments, call.get("eps_end"), call.get("eps_schedule", "linear"))
-
-
-def _short_forms(recipe: "Recipe", blocks: int | None) -> Iterator[RecipeCall]:
-    if recipe.graying is not None:
-        fixed = {"method": recipe.graying, "where": recipe.gray_where}
-        fixed |= _given(target_kappa=recipe.target_kappa, floor=recipe.gray_floor)
-        for eps, chosen in _powers(recipe, blocks):
-            arguments = fixed | _given(eps=eps, blocks=chosen)
-            yield RecipeCall(GRAY, arguments, recipe.eps_end, recipe.eps_schedule)
-    if recipe.broadcast is not None:
-        scaled = {"scaled": True, "init": _scale_init(recipe)} if recipe.broadcast == "cb_s" else {}
-        where = {"where": recipe.broadcast_where, **scaled}
-        yield RecipeCall("broadcast_context", where | _given(blocks=_chosen(recipe.broadcast_blocks)))
-    if recipe.remove_skips is not None:
-        which = {"which": recipe.remove_skips}
-        yield RecipeCall("remove_skips", which | _given(blocks=_chosen(recipe.skip_blocks)))
-    if recipe.uniform_heads:
-        heads = {"heads": recipe.uniform_heads}
-        yield RecipeCall("uniform_heads", heads | _given(blocks=_chosen(recipe.uniform_blocks)))
-
-
-def _powers(recipe: "Recipe", count: int | None) -> list[tuple[float | None, list[int] | None]]:
-    """Powers, and the blocks that each is for."""
-    blocks = _chosen(recipe.gray_blocks)
-    if recipe.eps_per_block is None:
-        return [(recipe.eps, blocks)]
-    if blocks is None:
-        blocks = list(range(len(recipe.eps_per_block) if count is None else count))
-    if len(blocks) != len(recipe.eps_per_block):
-        raise ValueError(
-            f"eps_per_block must have one value for each of the {len(blocks)} blocks that are grayed, "
-            f"got {len(recipe.eps_per_block)}; gray_blocks= names fewer blocks."
-        )
-    return [(eps, [block]) for eps, block in zip(recipe.eps_per_block, blocks, strict=True)]
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _chosen(text: str | None) -> list[int] | None:
-    """Block indices; None, as in the edits, is every block that can take the edit."""
-    return None if text is None else indices(text)
-
-
-def _scale_init(recipe: "Recipe") -> str:
-    """Scales that go into a trained model start as if they were not there."""
-    return "identity" if recipe.pretrained or recipe.start_from is not None else "cb"
 
 
 def apply_edits(model: "nn.Module", recipe: "Recipe") -> "Edits":
     """Make the recipe's edits in a model. Each graying remembers its call, for its schedule."""
-    from wellposed import anatomy, surgery
+    from wellposed import surgery
     from wellposed.nn import TokenGraying
 
-    blocks = None if recipe.eps_per_block is None else len(anatomy.blocks(model))
-    for call in calls(recipe, blocks):
+    for call in calls(recipe):
         before = {id(module) for module in model.modules()}
         call(model)
         for module in model.modules():
@@ -185,14 +154,7 @@ def apply_edits(model: "nn.Module", recipe: "Recipe") -> "Edits":
 def code_of(recipe: "Recipe", edits: Sequence["Edit"]) -> list[str]:
     """The recipe's edits as Python, one line a call, with the powers that the model's grayings have now."""
     grayed = [edit for edit in edits if edit.kind == GRAY]
-    return [
-        call.code(_eps_of(call, grayed)) if call.kind == GRAY else call.code()
-        for call in calls(recipe, _most_blocks(grayed))
-    ]
-
-
-def _most_blocks(grayed: Iterable["Edit"]) -> int:
-    return len({edit.block for edit in grayed if edit.block is not None})
+    return [call.code(_eps_of(call, grayed)) if call.kind == GRAY else call.code() for call in calls(recipe)]
 
 
 def _eps_of(call: RecipeCall, grayed: Iterable["Edit"]) -> float | None:

@@ -4,7 +4,7 @@
 
     from wellposed.train import Recipe, fit
 
-    result = fit(Recipe(data="cifar10:DIR", model="vit_tiny_patch16_224", graying="dct"))
+    result = fit(Recipe(data="cifar10:DIR", model="vit_tiny_patch16_224", edits=["gray_tokens method=dct"]))
     print(result.accuracy, result.folder)
 """
 

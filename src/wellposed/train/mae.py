@@ -297,9 +297,9 @@ def mae_warnings(recipe: Recipe) -> list[str]:
     if recipe.task != "mae" or not mixing:
         return []
     return [
-        f"gray_where={mixing[0]} mixes all patches before some are hidden: the visible tokens hold "
+        f"graying where={mixing[0]} mixes all patches before some are hidden: the visible tokens hold "
         "something of the hidden ones, and the task is easier than it should be. "
-        "gray_where=blocks gray_blocks=0 grays the visible tokens only."
+        "where=blocks blocks=0 grays the visible tokens only."
     ]
 
 

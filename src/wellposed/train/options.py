@@ -107,25 +107,13 @@ def _edits(texts: Sequence[str]) -> Any:
     return checked("edits", () if list(texts) == [NONE] else texts)
 
 
-def edits(texts: Iterable[str]) -> dict[str, Any]:
-    """Values of edits such as ``gray_tokens eps=0.7``, or of their short forms.
+def edits(texts: Sequence[str]) -> dict[str, Any]:
+    """The field of edits such as ``gray_tokens eps=0.7``; nothing if there are none.
 
-    >>> edits(["graying=dct", "eps=0.9"])
-    {'graying': 'dct', 'eps': 0.9}
     >>> edits(["gray_tokens eps=0.9 method=dct"])
     {'edits': ({'edit': 'gray_tokens', 'eps': 0.9, 'method': 'dct'},)}
     """
-    parsed = assignments(f"{_EDIT}={text}" if _is_call(text) else text for text in texts)
-    known = [field.name for field in dataclasses.fields(Recipe) if field.metadata["group"] == "Edits"]
-    for name in parsed:
-        if name not in known:
-            raise ValueError(f"expected an edit ({', '.join(known)}), got {name}.")
-    return parsed
-
-
-def _is_call(text: str) -> bool:
-    """Whether a text begins with a word alone, the name of an edit, rather than with ``field=value``."""
-    return "=" not in text.partition(" ")[0]
+    return {"edits": _edits(texts)} if texts else {}
 
 
 def parse(name: str, text: str) -> Any:
@@ -135,8 +123,7 @@ def parse(name: str, text: str) -> Any:
         return None
     if get_origin(kind) is not tuple:
         return checked(name, _one(kind, text))
-    parts = [] if text in ("", NONE) else text.split(",")
-    return checked(name, [_one(get_args(kind)[0], part.strip()) for part in parts])
+    return checked(name, [] if text in ("", NONE) else [part.strip() for part in text.split(",")])
 
 
 def _one(kind: Any, text: str) -> Any:

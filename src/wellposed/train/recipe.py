@@ -4,11 +4,11 @@ Every field has a default, can stand in a TOML file, and is a flag of ``wellpose
 None is filled in from the data and the model when the run starts; the run's folder holds the recipe with all
 of them filled in.
 
->>> Recipe(data="cifar10:DIR", model="vit_tiny_patch16_224", graying="dct").eps is None
+>>> Recipe(data="cifar10:DIR", edits=["gray_tokens method=dct"]).lr is None
 True
->>> Recipe(graying="dtc")
+>>> Recipe(precision="fp16")
 Traceback (most recent call last):
-ValueError: graying must be one of svd, dct, spectral, condition, got 'dtc'; did you mean 'dct'?
+ValueError: precision must be one of fp32, bf16, got 'fp16'; did you mean 'bf16'?
 >>> import tempfile
 >>> path = Path(tempfile.mkdtemp()) / "mine.toml"
 >>> write_recipe(Recipe(epochs=3), path)
@@ -32,8 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from wellposed.calls import OLD_FIELDS, with_edits
 from wellposed.files import parse_toml, read_bytes, write_text
-from wellposed.text import indices, nearest
+from wellposed.text import nearest
 from wellposed.train import edits
 
 NONE = "none"
@@ -44,7 +45,6 @@ Placement = Literal["auto", "device", "stream"]
 Precision = Literal["fp32", "bf16"]
 OnNonfinite = Literal["stop", "skip", "rollback"]
 TRIVIAL_POLICY = "trivial"
-BroadcastWhere = Literal["mlp.end", "mlp.middle", "mlp.start", "attention.end"]
 
 
 def _field(default: Any, group: str, help: str, *, free: bool = False) -> Any:
@@ -89,37 +89,9 @@ class Recipe:
         "a head that does not fit starts fresh")
     drop_path: float = _field(0.0, "Model", "stochastic depth")
 
-    graying: Literal["svd", "dct", "spectral", "condition"] | None = _field(None, "Edits",
-        "Token Graying, and how")
-    eps: float | None = _field(None, "Edits",
-        "power of the graying, in (0, 1] [default: the paper's, 0.7; dct 0.95]")
-    eps_end: float | None = _field(None, "Edits", "power at the end of training, if it changes")
-    eps_schedule: Literal["linear", "cosine"] = _field("linear", "Edits", "how eps goes to eps_end")
-    eps_per_block: tuple[float, ...] | None = _field(None, "Edits",
-        "with gray_where=blocks: one power for each of gray_blocks")
-    target_kappa: float | None = _field(None, "Edits",
-        "with graying=spectral, instead of eps: the condition number that the tokens of every image get")
-    gray_floor: float | None = _field(None, "Edits",
-        "share of the largest singular value below which the graying is linear, in (0, 1] "
-        "[default: that of the device for spectral and condition, kept by the weights; svd and dct 1e-7]")
-    gray_where: Literal["embedding", "pixels", "blocks"] = _field("embedding", "Edits", "what is grayed")
-    gray_blocks: str | None = _field(None, "Edits",
-        "with gray_where=blocks: indices such as 0,3,8-11 [default: all]")
-    broadcast: Literal["cb", "cb_s"] | None = _field(None, "Edits",
-        "Context Broadcasting, plain or with learned scales")
-    broadcast_where: BroadcastWhere = _field("mlp.end", "Edits", "where the mean token goes in")
-    broadcast_blocks: str | None = _field(None, "Edits", "indices such as 0,3,8-11 [default: all]")
-    remove_skips: Literal["attention", "ffn", "both", "mixer", "local", "all"] | None = _field(None, "Edits",
-        "skip connections to remove")
-    skip_blocks: str | None = _field(None, "Edits",
-        "indices of the blocks that lose them, such as 0,3,8-11 [default: all]")
-    uniform_heads: int = _field(0, "Edits",
-        "heads whose attention is uniform, the first ones of each block")
-    uniform_blocks: str | None = _field(None, "Edits",
-        "indices of the blocks that have them, such as 0,3,8-11 [default: all]")
     edits: tuple[dict[str, Any], ...] = _field((), "Edits",
-        "any edit, with the arguments of wellposed's function, such as 'gray_tokens eps=0.7 where=pixels'; "
-        "may be repeated. The other options of this group are short forms")
+        "an edit with its arguments, such as 'gray_tokens eps=0.7 where=pixels'; may be repeated. "
+        "gray_tokens takes eps_end and eps_schedule=cosine too, for a power that changes")
 
     epochs: int = _field(60, "Optimizer", "passes over the training images")
     batch_size: int = _field(128, "Optimizer", "images in one update, over all processes")
@@ -202,7 +174,8 @@ class Recipe:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str = "the recipe") -> "Recipe":
-        """A recipe of named values; an unknown name is an error that tells the nearest."""
+        """A recipe of named values, also those of older versions; an unknown name is an error."""
+        values = with_edits(values)
         require_known(values, source)
         return cls(**values)
 
@@ -242,6 +215,11 @@ def checked(name: str, value: Any) -> Any:
 def require_known(names: Iterable[str], source: str) -> None:
     """Raise if a name is none of the fields."""
     for name in names:
+        if name in OLD_FIELDS:
+            raise ValueError(
+                f"{source} has {name!r}, which is an argument of an edit now, such as "
+                "edit='gray_tokens method=dct eps=0.9'."
+            )
         if name not in field_types():
             raise ValueError(f"{source} has an unknown field {name!r}{nearest(name, field_types())}")
 
@@ -325,22 +303,20 @@ def _plain(name: str, value: Any) -> Any:
 _RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("at least 1", lambda value: value >= 1, (
         "epochs", "batch_size", "accumulate", "eval_every", "log_every", "checkpoint_every", "keep",
-        "limit", "image_size", "patch_size", "decoder_depth", "decoder_width", "target_kappa")),
+        "limit", "image_size", "patch_size", "decoder_depth", "decoder_width")),
     ("at least 0", lambda value: value >= 0, (
         "workers", "monitor_every", "collapse_patience", "warmup_epochs", "min_lr", "weight_decay",
-        "crop_padding", "mixup", "cutmix", "uniform_heads")),
+        "crop_padding", "mixup", "cutmix")),
     ("at least 0 and below 2**63", lambda value: 0 <= value < 2**63, ("seed",)),
     ("in [0, 1]", lambda value: 0 <= value <= 1, (
         "flip", "erase", "smoothing", "drop_path", "color_jitter", "ema", "mix_probability")),
     ("in (0, 1]", lambda value: 0 < value <= 1, (
-        "eps", "eps_end", "eps_per_block", "gray_floor", "crop_scale", "layer_decay")),
+        "crop_scale", "layer_decay")),
     ("in (0, 1)", lambda value: 0 < value < 1, ("holdout", "mask_ratio")),
     ("positive", lambda value: value > 0, ("lr", "clip_grad")),
 )
 # fmt: on
 RANGES = {name: (words, holds) for words, holds, names in _RANGES for name in names}
-_BLOCKS = ("gray_blocks", "broadcast_blocks", "skip_blocks", "uniform_blocks")
-_POWERS = ("eps", "eps_end", "eps_per_block")
 
 
 def check_value(name: str, value: Any) -> None:
@@ -353,15 +329,10 @@ def check_value(name: str, value: Any) -> None:
             if not (math.isfinite(number) and holds(number)):
                 each = "hold values" if isinstance(value, tuple) else "be"
                 raise ValueError(f"{name} must {each} {words}, got {number}.")
-    if name in _BLOCKS:
-        indices(value, name)
 
 
 def check_together(recipe: "Recipe") -> None:
     """Raise if fields do not go together."""
-    _check_needs(recipe)
-    _check_powers(recipe)
-    _check_eps_per_block(recipe)
     trained = [name for name in ("pretrained", "start_from") if getattr(recipe, name)]
     if len(trained) == 2:
         raise ValueError("expected pretrained or start_from, got both; leave one of them out.")
@@ -393,50 +364,6 @@ def check_together(recipe: "Recipe") -> None:
     if recipe.batch_size % recipe.accumulate:
         raise ValueError(
             f"batch_size must be a multiple of accumulate, got {recipe.batch_size} and {recipe.accumulate}."
-        )
-
-
-def _check_needs(recipe: "Recipe") -> None:
-    """Fields that only mean something beside others."""
-    grays = recipe.graying is not None
-    grays_blocks = grays and recipe.gray_where == "blocks"
-    needs = {
-        "eps": (grays, "graying=svd, dct or spectral"),
-        "eps_end": (grays, "graying=svd, dct or spectral"),
-        "eps_per_block": (grays_blocks, "graying=... and gray_where=blocks"),
-        "target_kappa": (recipe.graying == "spectral", "graying=spectral"),
-        "gray_floor": (grays, "graying=svd, dct, spectral or condition"),
-        "gray_blocks": (grays_blocks, "graying=... and gray_where=blocks"),
-        "broadcast_blocks": (recipe.broadcast is not None, "broadcast=cb or cb_s"),
-        "skip_blocks": (recipe.remove_skips is not None, "remove_skips=..."),
-        "uniform_blocks": (recipe.uniform_heads > 0, "uniform_heads=1 or more"),
-    }
-    for name, (holds, remedy) in needs.items():
-        if getattr(recipe, name) is not None and not holds:
-            raise ValueError(f"{name} does nothing alone; add {remedy}, or leave it out.")
-
-
-def _check_powers(recipe: "Recipe") -> None:
-    """Grayings without a power, and those that find it themselves."""
-    given = [name for name in _POWERS if getattr(recipe, name) is not None]
-    if given and recipe.graying == "condition":
-        raise ValueError(f"{given[0]} is of a power, which graying=condition has not; leave it out.")
-    if given and recipe.target_kappa is not None:
-        raise ValueError(
-            f"target_kappa stands instead of a power, got {given[0]} too; leave one of them out."
-        )
-
-
-def _check_eps_per_block(recipe: "Recipe") -> None:
-    if recipe.eps_per_block is None:
-        return
-    if recipe.eps is not None or recipe.eps_end is not None:
-        raise ValueError("expected eps_per_block or eps and eps_end, got both; leave one of them out.")
-    blocks = None if recipe.gray_blocks is None else indices(recipe.gray_blocks, "gray_blocks")
-    if blocks is not None and len(blocks) != len(recipe.eps_per_block):
-        raise ValueError(
-            f"eps_per_block must have one power for each of gray_blocks, got {len(recipe.eps_per_block)} "
-            f"powers for {len(blocks)} blocks."
         )
 
 
@@ -492,6 +419,10 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     text = _read_text(path)
     values = _parse_toml(text, path)
+    try:
+        values = with_edits(values)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from error
     require_known(values, str(path))
     return {name: _checked_in_file(name, value, path) for name, value in values.items()}
 

@@ -20,12 +20,11 @@ from wellposed.environment import without_secrets
 from wellposed.errors import UnknownModelError
 from wellposed.linalg import spectral_plan
 from wellposed.models import timm_architecture
-from wellposed.nn.graying import DEFAULT_EPS
 from wellposed.train.batches import choose_placement
-from wellposed.train.batches.make import check_images, check_share, with_batch_size
+from wellposed.train.batches.batch import check_images, check_share, with_batch_size
 from wellposed.train.data import ImageData, open_data
 from wellposed.train.distributed import from_first, rank, several, world
-from wellposed.train.edits import DEVICE_FLOORS
+from wellposed.train.edits import DEVICE_FLOORS, whole
 from wellposed.train.mae import check_mae, mae_warnings
 from wellposed.train.model import Built, build_model, weights_file
 from wellposed.train.recipe import Recipe, read_recipe
@@ -92,12 +91,8 @@ def from_data(recipe: Recipe, data: ImageData) -> Recipe:
     chosen: dict[str, Any] = {"image_size": size}
     if recipe.patch_size is None and "patch_size" not in recipe.model_options:
         chosen["patch_size"] = _patch_for(recipe, size)
-    if recipe.graying in DEFAULT_EPS and all(
-        value is None for value in (recipe.eps, recipe.eps_per_block, recipe.target_kappa)
-    ):
-        chosen["eps"] = DEFAULT_EPS[recipe.graying]
     if recipe.edits:
-        chosen["edits"] = tuple(map(_with_power, recipe.edits))
+        chosen["edits"] = tuple(map(whole, recipe.edits))
     if recipe.flip is None:
         chosen["flip"] = 0.5 if data.photographs else 0.0
     if recipe.crop_scale is None and size > SMALL and data.photographs:
@@ -111,16 +106,6 @@ def from_data(recipe: Recipe, data: ImageData) -> Recipe:
     if recipe.warmup_epochs is None:
         chosen["warmup_epochs"] = min(recipe.epochs / 10, 5.0)
     return replace(recipe, **chosen)
-
-
-def _with_power(call: dict[str, Any]) -> dict[str, Any]:
-    """A graying of the recipe's ``edits`` with its method and power, where the functions have a default."""
-    if call["edit"] != GRAY:
-        return call
-    call = {"method": "spectral", **call}
-    if call["method"] not in DEFAULT_EPS or "target_kappa" in call:
-        return call
-    return {"eps": DEFAULT_EPS[call["method"]], **call}
 
 
 def from_device(
@@ -143,11 +128,12 @@ def from_device(
     if recipe.placement == "auto" and before:
         recipe = replace(recipe, placement=before.get("placement", "auto"))
     recipe = with_floors(recipe, device, before)
-    if before and recipe.graying in DEVICE_FLOORS and "gray_floor" not in before:
-        notes.append(
-            f"gray_floor is {recipe.gray_floor:g} from here on; the version that started the run had a lower "
-            "one."
-        )
+    for call, earlier in zip(recipe.edits, before.get("edits", ()), strict=False):
+        if "floor" in call and "floor" not in earlier:
+            notes.append(
+                f"the floor of the graying is {call['floor']:g} from here on; the version that started the "
+                "run had a lower one."
+            )
     assert recipe.image_size is not None
     placement = choose_placement(recipe, data, recipe.image_size, device)
     return replace(recipe, placement=placement), notes
@@ -162,9 +148,6 @@ def with_floors(recipe: Recipe, device: torch.device, before: Mapping[str, Any])
         tokens = torch.empty(0, dtype=torch.float32, device=device)
         return spectral_plan(tokens, floor=given, precision="float64" if is_wide else "auto").floor
 
-    if recipe.graying in DEVICE_FLOORS:
-        given = before.get("gray_floor") if recipe.gray_floor is None else recipe.gray_floor
-        recipe = replace(recipe, gray_floor=floor(given, recipe.target_kappa))
     calls, earlier = [], before.get("edits", ())
     if len(earlier) != len(recipe.edits):
         earlier = [{}] * len(recipe.edits)  # the first start, or another recipe, which is refused later

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -31,7 +31,7 @@ from wellposed.train.batches.augment import normalised
 from wellposed.train.batches.batch import scale
 from wellposed.train.checkpoint import file_hash
 from wellposed.train.data import decode_readable, open_data
-from wellposed.train.edits import DEVICE_FLOORS
+from wellposed.train.edits import whole
 from wellposed.train.export import WEIGHTS
 from wellposed.train.model import build_model, start_from
 from wellposed.train.optimizer import EpsSchedule
@@ -40,18 +40,13 @@ from wellposed.train.recipe import Recipe, read_recipe, write_recipe
 RECIPE, RESULT, ENVIRONMENT = "recipe.toml", "result.json", "environment.json"
 
 
-def default_folder(recipe: Recipe, without: Collection[str] = ()) -> Path:
+def default_folder(recipe: Recipe) -> Path:
     """The same for equal recipes, so that the same call resumes.
 
     >>> default_folder(Recipe()) == default_folder(Recipe(workers=0))
     True
-
-    Args:
-        recipe: of the run.
-        without: fields that the name does not depend on.
     """
-    chosen = {name: value for name, value in decisive(recipe).items() if name not in without}
-    text = json.dumps(chosen, sort_keys=True, default=str)
+    text = json.dumps(decisive(recipe), sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     kind, colon, rest = recipe.data.removeprefix("torchvision:").partition(":")
     data = kind if colon and kind not in ("packed", "hf", "wds", "folder") else Path(rest or kind).stem
@@ -60,7 +55,7 @@ def default_folder(recipe: Recipe, without: Collection[str] = ()) -> Path:
 
 
 def decisive(recipe: Recipe) -> dict[str, Any]:
-    """The fields that decide the result; the others may change when a run goes on."""
+    """The fields that decide the result; the others may change when a run is resumed."""
     free = {field.name for field in dataclasses.fields(recipe) if field.metadata["free"]}
     return {name: value for name, value in recipe.to_mapping().items() if name not in free}
 
@@ -77,8 +72,13 @@ def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any]
         _empty(folder)
     if file.is_file():
         before, now = decisive(Recipe.from_mapping(read_recipe(file))), decisive(recipe)
-        if recipe.graying in DEVICE_FLOORS and "gray_floor" in now:
-            before.setdefault("gray_floor", now["gray_floor"])  # older versions did not write it
+        earlier = before.get("edits", [])
+        if earlier and len(earlier) == len(recipe.edits):
+            # Older versions wrote them in another form, and no floors.
+            before["edits"] = [
+                {name: new[name] for name in ("floor",) if name in new} | whole(old)
+                for old, new in zip(earlier, recipe.edits, strict=True)
+            ]
         changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         if changed:
             listed = ", ".join(

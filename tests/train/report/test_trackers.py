@@ -31,7 +31,7 @@ def reporter(folder, recipe, log_with=None, *, start=0, stream=None):
 
 
 def test_tensorboard_reads_what_was_logged(tmp_path) -> None:
-    recipe = Recipe(epochs=2, model_options={"depth": 3}, graying="dct")
+    recipe = Recipe(epochs=2, model_options={"depth": 3}, edits=["gray_tokens method=dct"])
     with reporter(tmp_path, recipe) as tell:
         tell.train(10, loss=0.5, accuracy=0.25, lr=1e-3, images=64)
         tell.train(20, loss=0.25, accuracy=0.5, lr=5e-4, images=64)
@@ -169,10 +169,8 @@ def test_names_are_checked_before_any_time_is_spent(monkeypatch) -> None:
 
 def test_hyperparameters_are_flat_and_hold_no_password() -> None:
     values = flat(
-        Recipe(
-            data="wds:https://me:pw@host/a.tar", eps_per_block=(0.5, 0.7), graying="svd", gray_where="blocks"
-        )
+        Recipe(data="wds:https://me:pw@host/a.tar", trackers=("a", "b"), edits=["gray_tokens eps=0.5"])
     )
     assert values["data"] == "wds:https://[hidden]@host/a.tar"
-    assert values["eps_per_block"] == "0.5, 0.7"
+    assert values["trackers"] == "a, b"
     assert all(isinstance(value, (bool, int, float, str)) for value in values.values())

@@ -12,11 +12,11 @@ import torch
 import triton
 from torch import Tensor
 
+from wellposed.linalg.execution import once
 from wellposed.linalg.hopper import kernels
-from wellposed.linalg.once import once
 from wellposed.linalg.precision import without_autocast
+from wellposed.linalg.spectral_chain import power_start
 from wellposed.linalg.spectral_fit import MARGIN
-from wellposed.linalg.top_eigen import power_start
 
 EDGE = 32
 """Matrices are padded to a multiple of this: rows start on a line of memory, loops have no remainder."""

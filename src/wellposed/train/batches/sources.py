@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -48,33 +48,11 @@ class Loaded(NamedTuple):
     was_read: NDArray[np.float32] | None = None
 
 
-class Source(Protocol):
-    """Gives the images of passes."""
-
-    placement: Placement
-    unreadable: list[str]
-    """A message for each streamed image that was met and could not be read; it grows."""
-
-    @property
-    def images(self) -> int:
-        """Without those that could not be read, as far as they are known."""
-        ...
-
-    def read(self, passes: Iterable[Pass]) -> Iterator[Loaded]:
-        """Of many passes; workers are ahead of their use."""
-        ...
-
-    def take(self, one: Pass) -> Loaded:
-        """Of one pass, bit for bit what ``read`` gives."""
-        ...
-
-    def close(self) -> None:
-        """End the worker processes, if there are any."""
-        ...
-
-
 class Resident:
-    """Pixels (n, C, S, S), uint8, and labels (n,), int64, on the device."""
+    """Pixels (n, C, S, S), uint8, and labels (n,), int64, on the device.
+
+    Its methods are those of :class:`Streamed`.
+    """
 
     placement: Placement = "device"
 
@@ -90,7 +68,7 @@ class Resident:
         return Loaded(self.pixels, indices, self.labels[indices])
 
     def close(self) -> None:
-        """There are no workers."""
+        pass
 
 
 PINNED_LIMIT = 64 * 2**20
@@ -98,7 +76,7 @@ PINNED_LIMIT = 64 * 2**20
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """An array on the device; on CUDA the copy of a small one is queued and the host goes on."""
+    """An array on the device; on CUDA the copy of a small one is queued and the host does not wait."""
     tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
     if device.type == "cuda" and tensor.nbytes <= PINNED_LIMIT:
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -223,6 +201,7 @@ class Streamed:
     def __init__(self, items: Items, device: torch.device, workers: int) -> None:
         self.items, self.workers = items, workers
         self.unreadable: list[str] = []
+        """A message for each image that was met and could not be read; it grows."""
         self._device = device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._keys = _Keys()
@@ -231,9 +210,11 @@ class Streamed:
 
     @property
     def images(self) -> int:
+        """Without those that could not be read, as far as they are known."""
         return len(self.items.split) - len(self.unreadable)
 
     def read(self, passes: Iterable[Pass]) -> Iterator[Loaded]:
+        """The images of many passes; workers are ahead of their use."""
         self._keys.passes = passes
         if self._loader is None:
             self._loader = DataLoader(
@@ -254,9 +235,11 @@ class Streamed:
             yield self._loaded(collated)
 
     def take(self, one: Pass) -> Loaded:
+        """The images of one pass, bit for bit those that ``read`` gives."""
         return self._loaded(together([self.items[key] for key in one.keys]))
 
     def close(self) -> None:
+        """End the worker processes."""
         self._batches, self._loader = iter(()), None
 
     def _loaded(self, collated: Collated) -> Loaded:
@@ -287,6 +270,9 @@ class Streamed:
             # Made on one stream, used on another: its memory must not be given away before that use.
             copy.record_stream(current)
         return copies
+
+
+Source = Resident | Streamed
 
 
 class _Keys:

@@ -15,13 +15,11 @@ the other), ``<split>_offsets`` (n + 1) and ``<split>_labels`` (n); and ``classe
 
 import glob
 import itertools
-import lzma
 import math
 import os
 import re
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -231,17 +229,6 @@ def _label(path: Path, name: str, content: bytes) -> int:
     )
 
 
-_DAMAGE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    EOFError,
-    ValueError,
-    RuntimeError,
-    MemoryError,
-    KeyError,
-)
-"""Of zip files and numpy's: also encrypted ones (RuntimeError), or of an unknown compression."""
 MOST_UNPACKED, MOST_RATIO = 2**26, 100
 _LOCAL_HEADER = 30  # bytes of a zip member's own header, before its name
 
@@ -256,7 +243,9 @@ def packed(path: Path) -> Contents:
             raise ValueError("it holds one array")
         with file:
             return _packed_contents(path, file)
-    except _DAMAGE as error:
+    except OSError:
+        raise
+    except Exception as error:  # zip files and numpy's have errors of many kinds
         raise ValueError(
             f"{path} cannot be read as a packed set: {error}. wellposed pack makes one from a folder."
         ) from error

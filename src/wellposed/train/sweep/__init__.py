@@ -1,4 +1,4 @@
-"""Several runs beside each other, because small models leave a GPU idle; and how they compare.
+"""Several runs side by side, because small models leave a GPU idle; and how they compare.
 
 Each recipe, with each seed, is a process of its own, ``wellposed train RECIPE --out FOLDER``. They share the
 GPU that CUDA shows first; ``CUDA_VISIBLE_DEVICES`` chooses another. What a run prints goes to ``log.txt`` in
@@ -49,7 +49,7 @@ __all__ = ["Outcome", "Run", "run"]
 
 COMMAND = (sys.executable, "-m", "wellposed", "train")
 GPU_JOBS = 6
-"""Small models beside each other on one GPU: more gain little."""
+"""Small models side by side on one GPU: more gain little."""
 LOG_LINES = 15
 
 
@@ -72,7 +72,7 @@ def run(
     command: Sequence[str] = COMMAND,
     console: Console | None = None,
 ) -> Outcome:
-    """Train recipes beside each other and compare them.
+    """Train recipes side by side and compare them.
 
     Args:
         recipes: files, or folders that are searched with their subfolders.
@@ -193,7 +193,7 @@ def train_runs(
     cluster: "Resources | None" = None,
     at_end: Callable[[Sequence[Child]], None] = lambda children: None,
 ) -> tuple[list[Child], int]:
-    """Train runs beside each other; what became of them, and an exit code.
+    """Train runs side by side; what became of them, and an exit code.
 
     Args:
         runs: whose folders are in ``out``.
@@ -266,7 +266,7 @@ def _engine(
 
 
 def default_jobs(runs: Sequence[Run]) -> int:
-    """How many runs to have beside each other, without loading torch to see what there is."""
+    """How many runs to have side by side, without loading torch to see what there is."""
     return GPU_JOBS if _may_use_gpu(runs) and gpu_is_there(os.environ) else 1
 
 

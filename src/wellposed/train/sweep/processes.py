@@ -1,4 +1,4 @@
-"""Runs as processes beside each other: started, followed by what they write, stopped when the sweep is.
+"""Runs as processes side by side: started, followed by what they write, stopped when the sweep is.
 
 Each trains one recipe in its own folder, here or elsewhere (an :class:`Engine`). How far it is comes from the
 lines that its ``run.jsonl`` gets. A terminal shows a table of the runs; a log file gets a line for each
@@ -136,7 +136,7 @@ class Progress:
             with self._file.open("rb") as file:
                 file.seek(self._position)
                 added = file.read()
-        except OSError:  # not there yet, or not to be had just now: the next time will tell
+        except OSError:  # not there yet, or cannot be read just now: read next time
             return
         added = added[: added.rfind(b"\n") + 1]
         self._position += len(added)
@@ -326,11 +326,11 @@ def train_all(
                 child.start(engine)
                 live += [child] * child.is_live
             for child in live:
-                if signals.received is not None:
+                child.poll()  # first: one that has ended by itself was not interrupted
+                if child.is_live and signals.received is not None:
                     child.stop()
-                if signals.again and child.process is not None:
+                if child.is_live and signals.again and child.process is not None:
                     child.process.kill()
-                child.poll()
             live = [child for child in live if child.is_live]
             show()
             if live:
@@ -346,7 +346,7 @@ def train_all(
 
 
 DIGITS, UNKNOWN = 1_400, 50_000
-"""Training images of the embedded set, and what a set counts as that would have to be opened to tell."""
+"""Training images of the embedded set, and what a set counts as that would have to be opened to know."""
 USUAL_DEPTH = 12
 
 
@@ -384,14 +384,17 @@ class Screen:
         self._console, self._children = console, children
         is_table = console.is_interactive
         self.live = Live(console=console, auto_refresh=False, transient=True) if is_table else None
-        self._drawn = 0.0
+        self._drawn, self._started = 0.0, time.monotonic()
         self._shown = {child.run.name: child.state for child in children}
 
     def show(self) -> None:
         if self.live is None:
             self._print_changes()
         elif time.monotonic() - self._drawn >= REFRESH_SECONDS:
-            self.live.update(as_table(self._children, rows=self._console.height - 6), refresh=True)
+            table = as_table(self._children, rows=self._console.height - 6)
+            # Runs take seconds to start and to log; the clock says that they are at work.
+            table.caption = f"{table.caption}, {duration(time.monotonic() - self._started)}"
+            self.live.update(table, refresh=True)
             self._drawn = time.monotonic()
 
     def _print_changes(self) -> None:

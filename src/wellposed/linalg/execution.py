@@ -1,7 +1,13 @@
-"""What only eager code may do: keep tensors from one call to the next, and share a batch among threads.
+"""How code is run here: eagerly or traced, by several threads, differentiated once.
+
+Only eager code may keep tensors from one call to the next and share a batch among threads.
 
 LAPACK takes one matrix of a batch after the other, and a second thread hardly helps with a small one. So a
 batch is cut into chunks, which threads of one BLAS thread each work off; a chunk fits into a core's cache.
+
+A backward pass that cannot be differentiated again says so. torch's ``once_differentiable`` marks only what
+comes of upstream gradients that need one themselves. That of a sum needs none, and under ``torch.func``
+nothing does: a second derivative would be zero there, without an error.
 """
 
 import functools
@@ -12,10 +18,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 _ENTRIES = 2**17
 """Of the square matrices of a chunk: 1 MiB in float64."""
+
+REFUSAL = (
+    "trying to differentiate twice: expected at most one derivative of this graying, its backward pass has "
+    "none. Graying by method='dct' has all derivatives; a Jacobian's spectrum needs one only with "
+    "method='dense'."
+)
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
 
 _creating = threading.Lock()
 
@@ -90,3 +106,43 @@ def _pool_of_process(threads: int, process: int) -> ThreadPoolExecutor:
     # The number is a thread's own, but the last one set is where new threads start.
     torch.set_num_threads(threads)
     return pool
+
+
+class _Refused(torch.autograd.Function):
+    """The first tensor, whose derivative by any of them is an error."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(out: Tensor, *others: Tensor) -> Tensor:
+        return out.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(REFUSAL)
+
+
+def once(backward: Backward) -> Backward:
+    """A static ``backward(ctx, grad, ...)`` with the gradient of its first input first, and None for others.
+
+    ``ctx.saved_tensors[0]`` must be that input.
+    """
+    plain: Backward = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        # A traced backward pass has no second derivative in any case, and torch.compile says so.
+        if torch.compiler.is_compiling():
+            return plain(ctx, *grads)
+        with torch.no_grad():
+            out, *rest = backward(ctx, *grads)
+        if not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+            return out, *rest
+        linked: Tensor = _Refused.apply(out, grads[0], ctx.saved_tensors[0])
+        return linked, *rest
+
+    return run
