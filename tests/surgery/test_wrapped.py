@@ -47,13 +47,13 @@ def test_compiled_in_place(edit) -> None:
 @every_edit
 def test_replicated(edit, one_process) -> None:
     wrapped = nn.parallel.DistributedDataParallel(BY_NAME["timm vit"].model())
-    with pytest.raises(wp.WrappedModelError, match=r"DistributedDataParallel; edit the model inside"):
+    with pytest.raises(wp.WrappedModelError, match=r"DistributedDataParallel; make the edit first and wrap"):
         edit(wrapped)
 
 
 @every_edit
 def test_data_parallel(edit) -> None:
-    with pytest.raises(wp.WrappedModelError, match=r"DataParallel; edit the model inside"):
+    with pytest.raises(wp.WrappedModelError, match=r"DataParallel; make the edit first and wrap"):
         edit(nn.DataParallel(BY_NAME["timm vit"].model()))
 
 

@@ -61,6 +61,12 @@ class MaskReader(NamedTuple):
                 return hides_later(hides(mask, name, of_torch=self.of_torch))
         return False
 
+    def given(self, args: Any, kwargs: Any) -> list[Any]:
+        """What a call has as masks, and as ``is_causal``, whatever it is; None and False left out."""
+        every = (*zip(self.names, args, strict=False), *kwargs.items())
+        named = [value for name, value in every if name in (*_NAMES, "is_causal")]
+        return [value for value in named if value is not None and value is not False]
+
     def _masks(self, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         for name, value in (*zip(self.names, args, strict=False), *kwargs.items()):
             if name in _NAMES and isinstance(value, Tensor) and value.ndim >= 2:

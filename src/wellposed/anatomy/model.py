@@ -302,7 +302,7 @@ def refuse_wrapped(model: nn.Module) -> None:
     """Raise if the model, or a part of it, is compiled, sharded or replicated already."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}.")
-    inner = "edit the model inside (model.module) before wrapping it"
+    inner = "make the edit first and wrap the edited model then"
     for name, module in model.named_modules():
         if isinstance(module, (DistributedDataParallel, DataParallel, FullyShardedDataParallel)):
             how, remedy = f"wrapped in {type(module).__name__}", inner

@@ -14,7 +14,7 @@ Where a block adds in its submodules (BERT's output layers), these are the seame
 import ast
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from wellposed.anatomy.rows import Add, BlockRow, Role, Site
 from wellposed.anatomy.source import Method, SourceAdd
 from wellposed.anatomy.subclass import set_class, subclass, unmarked_class
 from wellposed.errors import SeamError
+from wellposed.nn.operation import refuse_script
 
 Cut = tuple[Add, ...]
 """The adds of one class, each with its site; a class and its cut make a seamed class."""
@@ -54,6 +55,9 @@ class Join(nn.Module):
         if not self.keep:
             return branch
         return skip + branch if self.skip_is_left else branch + skip
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_script(self)
 
     def extra_repr(self) -> str:
         return "skip kept" if self.keep else "skip removed"

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn import functional
 
 # Classes made at run time
@@ -149,7 +150,15 @@ def _reader(parameter: str) -> property:
     child = child_name(parameter)
 
     def read(self: nn.Module) -> Any:
-        return self._modules[child](self._parameters[parameter])  # type: ignore[misc]
+        value = self._modules[child](self._parameters[parameter])  # type: ignore[misc]
+        if isinstance(value, Proxy):
+            # The program would ask the layer for its weight, get f(W), and apply f again.
+            raise TypeError(
+                f"expected layers that use their edited weights themselves, got a {type(self).__name__} "
+                f"whose {parameter} is used from outside, which torch.fx cannot follow; wp.fold(model) "
+                "writes the edit into the weights, or use torch.export.export."
+            )
+        return value
 
     return property(read)
 
@@ -228,6 +237,7 @@ def no_packed_query(attention: nn.MultiheadAttention) -> str:
 def open_packed_query(attention: nn.Module) -> None:
     """The child ``inserted_query`` must be there already."""
     set_class(attention, PackedQueryAttention)
+    attention.__module__ = nn.MultiheadAttention.__module__  # torch.fx calls torch's own layers as a whole
     attention.register_forward_pre_hook(stay_unfused)
 
 
@@ -235,6 +245,7 @@ def close_packed_query(module: nn.Module) -> None:
     """Undo :func:`open_packed_query`; leaves other modules alone."""
     if unmarked_class(module) is PackedQueryAttention:
         set_class(module, nn.MultiheadAttention)
+        vars(module).pop("__module__", None)
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook is stay_unfused]:
             del module._forward_pre_hooks[key]
 

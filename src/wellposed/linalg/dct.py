@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from wellposed.linalg.execution import is_traced
+from wellposed.linalg.execution import is_jit_traced, is_traced
 from wellposed.linalg.precision import without_autocast
 
 
@@ -106,9 +106,9 @@ def _rotate(
     x: Tensor, rows: Tensor, columns: Tensor, inverse: bool, half: bool, size: Tensor | None = None
 ) -> Tensor:
     # Plain products under forward-mode differentiation, for which a Function needs a rule that the
-    # compiler does not take.
+    # compiler does not take, and under torch.jit.trace, which cannot save a Function.
     if not torch.compiler.is_compiling() and (
-        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or is_jit_traced()
     ):
         return rows @ x @ columns.mT
     out: Tensor = _Rotate.apply(x, rows, columns, inverse, half, None if size is None else size.detach())

@@ -57,6 +57,11 @@ def is_traced() -> bool:
     )
 
 
+def is_jit_traced() -> bool:
+    """Whether ``torch.jit.trace`` looks on, in whose program a Function would be Python, not to be saved."""
+    return not torch.compiler.is_compiling() and torch._C._is_tracing()
+
+
 def over_chunks(work: Callable[[slice], object], count: int, side: int) -> None:
     """Call ``work`` for slices that together are the matrices 0 to ``count``, with ``side`` rows each.
 

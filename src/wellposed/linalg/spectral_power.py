@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellposed.linalg.execution import once
+from wellposed.linalg.execution import is_jit_traced, once
 from wellposed.linalg.precision import in_float64, without_autocast
 from wellposed.linalg.spectral_chain import Chain, chain_backward, chain_forward, top_eigenpair
 from wellposed.linalg.spectral_eigen import Eigen, Power, eigen_backward, eigen_forward
@@ -160,7 +160,8 @@ def _apply_eigen(
     dtype, work = getattr(torch, plan.precision), torch.float32 if is_narrow else torch.float64
     settings = Power(power, plan.floor, rescale, shift, dtype, work)
     keep = _needs_gradient(x)
-    return _over_wide(x, lambda X: _Eigen.apply(X, keep, *settings)[0])
+    run = _Eigen.forward if is_jit_traced() else _Eigen.apply
+    return _over_wide(x, lambda X: run(X, keep, *settings)[0])
 
 
 def _apply_chain(
@@ -172,7 +173,8 @@ def _apply_chain(
         wide = wide_steps(coefficients.size(1) - 2, delta, largest_gain)
         return _over_wide(x, lambda X: ChainPower.apply(X, coefficients, delta, rescale, wide)[0])
     dtype, keep = getattr(torch, plan.precision), _needs_gradient(x)
-    return _over_wide(x, lambda X: _Chain.apply(X, coefficients, delta, rescale, dtype, keep)[0])
+    run = _Chain.forward if is_jit_traced() else _Chain.apply
+    return _over_wide(x, lambda X: run(X, coefficients, delta, rescale, dtype, keep)[0])
 
 
 def _over_wide(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.nn import functional
+from wellposed.nn.operation import Operation
 
 Init = Literal["cb", "identity"]
 CB = (1.0, 0.5)
 """Factors of the mean and of what differs from it."""
 
 
-class ContextBroadcast(nn.Module):
+class ContextBroadcast(Operation):
     """CB, or with ``channels`` given CB_S: see :func:`wellposed.nn.functional.broadcast`.
 
     Args:

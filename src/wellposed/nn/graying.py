@@ -1,17 +1,18 @@
 """Token Graying (arXiv 2505.01996) as modules, of tokens and of the pixels under them."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wellposed.linalg import Precision
 from wellposed.linalg.spectral_plan import DEFAULT_TOLERANCE
 from wellposed.nn import functional
 from wellposed.nn.functional import DEFAULT_EPS, Method
+from wellposed.nn.operation import Operation
 
 __all__ = ["DEFAULT_EPS", "PixelGraying", "TokenGraying"]
 
 
-class TokenGraying(nn.Module):
+class TokenGraying(Operation):
     """Gray tokens (..., N, D): see :func:`wellposed.nn.functional.gray`.
 
     ``eps=None`` takes the paper's choice for the method. The module has no parameters or buffers and

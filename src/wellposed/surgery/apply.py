@@ -7,6 +7,7 @@ from torch import nn
 from wellposed.anatomy.model import Block, Place
 from wellposed.interrupts import uninterrupted
 from wellposed.surgery.insertion import Inserted, insert, inserted_at
+from wellposed.surgery.learned import follow_learned, refuse_replicated
 from wellposed.surgery.padding import watch_padding
 from wellposed.surgery.record import Edits
 from wellposed.surgery.undo import edits
@@ -27,10 +28,12 @@ def insert_all(
                 f"{place.name} already has {present.op} at {inserted.where}; the same edit twice is a "
                 "mistake, wp.restore(model) undoes all edits."
             )
+    refuse_replicated(model, [inserted for _, inserted in insertions])
     before = set(edits(model))
     for place, inserted in insertions:
         insert(place, inserted)
     for block in mixed:
         watch_padding(block)
+    follow_learned(model, [inserted for _, inserted in insertions])
     now = edits(model)
     return Edits((edit for edit in now if edit not in before), now.blocks)

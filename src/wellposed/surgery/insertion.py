@@ -16,6 +16,7 @@ from wellposed.anatomy.model import Place
 from wellposed.anatomy.rows import Layout, from_tokens, to_tokens
 from wellposed.anatomy.subclass import close_packed_query, inner, mark, open_packed_query, original, unmark
 from wellposed.nn import ContextBroadcast
+from wellposed.nn.operation import Operation
 from wellposed.surgery.record import Setting
 from wellposed.surgery.weights import WeightEdit
 from wellposed.surgery.wrappers import follow_wrappers
@@ -27,7 +28,7 @@ _COMPILED = (
 _CHILD = {"before": "inserted_before", "after": "inserted_after", "query": "inserted_query"}
 
 
-class Inserted(nn.Module):
+class Inserted(Operation):
     """An operation on (B, N, D) tokens that meets them in another layout.
 
     ``layout=None`` passes the tensor as it is. Of a tuple the first element is taken. ``padding`` is there

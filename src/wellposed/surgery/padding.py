@@ -8,6 +8,7 @@ tokens; where code is compiled or exported their number is not known, and a mask
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from wellposed.anatomy.loops import open_loop
 from wellposed.anatomy.masks import MaskReader, mask_reader
@@ -20,6 +21,10 @@ from wellposed.surgery.insertion import Inserted, refuse_if
 _NESTED = (
     "expected tokens with a mask, got a nested tensor, which nn.TransformerEncoder makes of padded texts; "
     "create it with enable_nested_tensor=False, or call torch.backends.mha.set_fastpath_enabled(False)."
+)
+_SYMBOLIC = (
+    "expected a call without masks, got one: the program of a symbolic trace does not know which tokens are "
+    "padding or hidden; give it texts of one length, or make the program with torch.export.export."
 )
 _FUTURE = (
     "Context Broadcasting got a causal mask: the mean over all tokens would show each token those that come "
@@ -38,11 +43,13 @@ def watch_padding(block: Block) -> None:
         module.register_forward_hook(drop_padding, always_call=True)
 
 
-def tell_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def tell_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of a block."""
     stream, layout, masks = cast(tuple[int, Layout, MaskReader], module.padding_reader)
     given = [*args, *kwargs.values()][stream]
     x: Tensor = given[0] if isinstance(given, tuple) else given
+    if isinstance(x, Proxy):  # of torch.fx, which sees no values
+        return _with_a_check(x, masks.given(args, kwargs), args, kwargs)
     if x.is_nested:
         raise TypeError(_NESTED)
     texts, tokens = to_tokens(x, layout).shape[:2]
@@ -52,6 +59,23 @@ def tell_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         if isinstance(original(inserted.op), ContextBroadcast):
             refuse_if(future, _FUTURE)
         inserted.padding = padding
+    return None
+
+
+def _with_a_check(
+    x: Proxy, masks: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block in a symbolic trace, whose program refuses masks when it runs."""
+    checked = x.tracer.create_proxy("call_function", refuse_masks, (x, *masks), {})
+    with_check = {name: checked if value is x else value for name, value in kwargs.items()}
+    return tuple(checked if value is x else value for value in args), with_check
+
+
+def refuse_masks(x: Tensor, *masks: Any) -> Tensor:
+    """The tokens, if none of the masks is one."""
+    if any(mask is not None and mask is not False for mask in masks):
+        raise ValueError(_SYMBOLIC)
+    return x
 
 
 def drop_padding(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -14,10 +14,12 @@ from wellposed.anatomy.model import refuse_wrapped
 from wellposed.anatomy.subclass import child_name, edited_weights, inner, read_plainly, read_through
 from wellposed.errors import NoMeaningError, SeamError
 from wellposed.interrupts import uninterrupted
+from wellposed.nn.operation import Operation
+from wellposed.surgery.learned import follow_learned, refuse_replicated
 from wellposed.surgery.record import Edits, Setting
 
 
-class WeightEdit(nn.Module):
+class WeightEdit(Operation):
     """An operation on a weight; a child of the layer that has it, so that it moves and is saved with that."""
 
     kind: str
@@ -64,11 +66,13 @@ def edit_weights(model: nn.Module, wanted: Iterable[tuple[str, nn.Module, str, W
                 f"expected a plain parameter {parameter} in {name} ({type(layer).__name__}), which is "
                 "parametrized or quantised; edit the model before that."
             )
+    refuse_replicated(model, [operation for *_, operation in wanted])
     before = set(edits(model))
     for _, layer, parameter, operation in wanted:
         owner = inner(layer)
         owner.add_module(child_name(parameter), operation.train(owner.training))
         read_through(owner, parameter)
+    follow_learned(model, [operation for *_, operation in wanted])
     return Edits(edit for edit in edits(model) if edit not in before)
 
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -38,6 +39,8 @@ def follow_wrappers(is_edited: Callable[[nn.Module], bool], hook: Hooks, unhook:
         return
 
     def see(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if isinstance(child, torch.jit.ScriptModule):  # its program has the operations in it
+            return
         before = parent._modules.get(name)
         if before is not None and is_edited(inner(before)):
             _warn_of_loss(name, before, child)

@@ -1,29 +1,25 @@
-"""Changes of colour, each image of a batch by its own amount.
+"""Augmentation of a whole batch at once, on the device: what is drawn for it, and what is done with it.
 
-Values are float and from 0 to 255; axes: b images, C channels, S pixels. Amounts are (b, 1, 1, 1).
-
-TrivialAugment (Mueller and Hutter, 2021) of a whole batch on the device: one operation an image.
-
-The wide space of the paper: 14 operations and 31 strengths, drawn alike often. torchvision has it for
-one image, or with one draw for a whole batch. Here each image has its own draw, and all operations are
-computed for all of them: that is cheap for small images, and there is no branch on data.
-
-What the edges leave free has the mean colour. Shifts are of the side at most, where the paper has 32 pixels.
-
-What is done to each image of an update, as a table of numbers.
-
-The table has one row for each image of the whole update, whoever processes it, and is drawn from (seed,
-update) on the CPU: so each process can take its own rows, and a GPU gets a few kilobytes in one copy. Each
-kind of augmentation has its own columns; switching one on changes nothing in the others.
+What is drawn is a table, the plan. It has one row for each image of the whole update, whoever processes it,
+and is drawn from (seed, update) on the CPU: so each process can take its own rows, and a GPU gets a few
+kilobytes in one copy. Each kind of augmentation has its own columns; switching one on changes nothing in the
+others.
 
 >>> plan = draw(Augmentation(shift=4), seed=0, update=7, batch_size=64, size=32)
 >>> plan.shape, float(plan[:, SHIFT].min()), float(plan[:, SHIFT].max())
 ((64, 17), -4.0, 4.0)
 
-Augmentation of a whole batch at once, on the device: pure functions of pixels and a plan.
+What is done are pure functions of pixels and a plan, without a branch on data or a loop over images: a GPU
+gets a few kernels a batch, nothing waits for it, and ``torch.compile`` takes the whole.
 
-There is no branch on data and no loop over images, so that a GPU gets a few kernels a batch, nothing waits
-for it, and ``torch.compile`` takes the whole. Axes: n stored images, b of the batch, C channels, S pixels.
+TrivialAugment (Mueller and Hutter, 2021) is one operation an image, in the wide space of the paper: 14
+operations and 31 strengths, drawn equally often. torchvision has it for one image, or with one draw for a
+whole batch. Here each image has its own draw, and all operations are computed for all of them, which is cheap
+for small images. What the edges leave free has the mean colour. Shifts are of the side at most, where the
+paper has 32 pixels.
+
+Axes: n stored images, b of the batch, C channels, S pixels. In changes of colour values are float from 0 to
+255 and amounts (b, 1, 1, 1).
 """
 
 import dataclasses

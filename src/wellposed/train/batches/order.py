@@ -19,7 +19,7 @@ mirrored position; with such slots these are the same two images however many sl
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -67,18 +67,24 @@ def numpy_seeded(seed: int, purpose: Purpose, *where: int) -> Iterator[None]:
 def all_seeded(seed: int, purpose: Purpose, *where: int) -> Iterator[None]:
     """The global generators of Python, numpy and torch's CPU seeded, and afterwards as they were."""
     python_words, torch_words = sequence(seed, purpose, *where).generate_state(2, np.uint64)
-    with generators_kept(devices=()), numpy_seeded(seed, purpose, *where):
-        random.seed(int(python_words))
-        # torch.manual_seed would reseed the accelerators too.
-        torch.default_generator.manual_seed(int(torch_words >> np.uint64(1)))
-        yield
+    # Not by fork_rng: this is done for every image that a worker reads.
+    python_before, torch_before = random.getstate(), torch.get_rng_state()
+    random.seed(int(python_words))
+    # torch.manual_seed would reseed the accelerators too.
+    torch.default_generator.manual_seed(int(torch_words >> np.uint64(1)))
+    try:
+        with numpy_seeded(seed, purpose, *where):
+            yield
+    finally:
+        random.setstate(python_before)
+        torch.set_rng_state(torch_before)
 
 
 @contextmanager
-def generators_kept(devices: Sequence[int] | None = None) -> Iterator[None]:
-    """The caller's generators are afterwards as they were: on the CPU, and on ``devices`` (None: all)."""
+def generators_kept() -> Iterator[None]:
+    """The caller's global generators are afterwards as they were."""
     python_before, numpy_before = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng():
         try:
             yield
         finally:

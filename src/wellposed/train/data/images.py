@@ -25,8 +25,6 @@ import numpy.typing as npt
 from PIL import Image
 from rich.console import Console
 from rich.progress import track
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.functional import center_crop, resize
 
 from wellposed.environment import usable_cores
 from wellposed.files import require_regular
@@ -544,5 +542,9 @@ def fitted(picture: Image.Image, size: int) -> Image.Image:
     """
     if picture.size == (size, size):
         return picture
-    fit: Image.Image = center_crop(resize(picture, [size], InterpolationMode.BICUBIC), [size, size])
-    return fit
+    shorter = min(picture.size)
+    # Rounded as torchvision does it, so that images streamed through its Resize and CenterCrop are equal.
+    width, height = (int(size * side / shorter) for side in picture.size)
+    resized = picture.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    return resized.crop((left, top, left + size, top + size))
