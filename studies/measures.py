@@ -85,6 +85,11 @@ def _validation_images(path: Path, size: int) -> tuple[torch.Tensor, torch.Tenso
     return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float(), torch.from_numpy(found[1])
 
 
+def conditioning_and_validation(folder: Path) -> list[dict[str, Any]]:
+    """Kappa, entropy and validation accuracy."""
+    return [*conditioning_and_density(folder), *validation_accuracy(folder)]
+
+
 def everything(folder: Path) -> list[dict[str, Any]]:
     """Kappa, entropy, validation accuracy and robustness."""
-    return [*conditioning_and_density(folder), *validation_accuracy(folder), *robustness(folder)]
+    return [*conditioning_and_validation(folder), *robustness(folder)]

@@ -26,7 +26,7 @@ def names(requirements: Iterable[str]) -> set[str]:
 NEEDED = names(PROJECT["dependencies"])
 OF_EXTRAS = {
     name
-    for extra in ("train", "transformers", "datasets", "ray", "lightning", "plot")
+    for extra in ("train", "transformers", "datasets", "ray", "lightning", "plot", "pandas")
     for name in names(PROJECT["optional-dependencies"][extra])
 }
 

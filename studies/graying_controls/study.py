@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from studies import compare
-from studies.measures import everything
+from studies.measures import conditioning_and_validation
 from studies.recipes import brief_vit
 from studies.report import accuracy_report
 from studies.study import Records, Report, Scale, Study, Variant
@@ -38,12 +38,12 @@ MARGIN = 0.5
 
 
 def variants(scale: Scale, data: str) -> list[Variant]:
-    made = [Variant(label, brief_vit(scale, data, "16 tokens", **fields)) for label, fields in EDITS.items()]
-    made += [Variant(label, brief_vit(scale, data, "16 tokens", lr=lr)) for label, lr in RATES.items()]
+    made = [Variant(label, brief_vit(scale, data, **fields)) for label, fields in EDITS.items()]
+    made += [Variant(label, brief_vit(scale, data, lr=lr)) for label, lr in RATES.items()]
     kind, _, path = data.partition(":")
     if kind == "packed":
         file = zca_file(Path(path))
-        made.insert(3, Variant(ZCA, brief_vit(scale, f"packed:{file}", "16 tokens")))
+        made.insert(3, Variant(ZCA, brief_vit(scale, f"packed:{file}")))
     return made
 
 
@@ -105,6 +105,6 @@ STUDY = Study(
     variants=variants,
     report=report,
     seeds=tuple(range(8)),
-    after=everything,
+    after=conditioning_and_validation,
     decides="ViT-B with DeiT's recipe, 300 epochs of ImageNet-1k, with the same controls and several seeds.",
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from studies import compare
 from studies.compare import accuracies
-from studies.measures import everything
+from studies.measures import conditioning_and_validation
 from studies.recipes import HEADS, brief_vit
 from studies.report import accuracy_report
 from studies.study import Records, Report, Scale, Study, Variant
@@ -91,6 +91,6 @@ STUDY = Study(
     variants=variants,
     report=report,
     seeds=tuple(range(8)),
-    after=everything,
+    after=conditioning_and_validation,
     decides="The same grid with DeiT-S and 300 epochs of ImageNet-1k.",
 )

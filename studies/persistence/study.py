@@ -3,7 +3,7 @@
 from studies import compare
 from studies.compare import accuracies
 from studies.graying_controls.study import CONDITION, DCT, EDITS, NONE, SPECTRAL
-from studies.measures import everything
+from studies.measures import conditioning_and_validation
 from studies.recipes import BRIEF, brief_vit
 from studies.report import accuracy_report
 from studies.study import Records, Report, Scale, Study, Variant
@@ -24,7 +24,7 @@ def variants(scale: Scale, data: str) -> list[Variant]:
         for name in LABELS:
             epochs = times * (PAPER_EPOCHS if scale == "paper" else BRIEF["epochs"])
             fields = EDITS[name] | {"epochs": epochs, "eval_every": epochs // times}
-            made.append(Variant(label(name, times), brief_vit(scale, data, "16 tokens", **fields)))
+            made.append(Variant(label(name, times), brief_vit(scale, data, **fields)))
     return made
 
 
@@ -71,6 +71,6 @@ STUDY = Study(
     variants=variants,
     report=report,
     seeds=tuple(range(4)),
-    after=everything,
+    after=conditioning_and_validation,
     decides="`python -m studies persistence --scale paper --data IMAGENET_DIR`: 75 and 300 epochs.",
 )

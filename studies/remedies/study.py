@@ -43,7 +43,7 @@ def label(name: str, rate: float) -> str:
 
 def variants(scale: Scale, data: str) -> list[Variant]:
     return [
-        Variant(label(name, rate), brief_vit(scale, data, "16 tokens", **fields, lr=rate))
+        Variant(label(name, rate), brief_vit(scale, data, **fields, lr=rate))
         for name, fields in REMEDIES.items()
         for rate in rates(name)
     ]

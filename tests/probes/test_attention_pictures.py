@@ -16,7 +16,7 @@ from untouched import assert_same, fingerprint
 from wellposed.probes import attention_pictures
 from wellposed.probes.attention_pictures import grid_of, rollout
 from wellposed.report.attention import overlay, pictures_of
-from wellposed.report.building import diagnosis_page
+from wellposed.report.page import diagnosis_page
 
 VIT = zoo.BY_NAME["timm vit"]
 SIZE = {"img_size": (48, 32), "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": 4}

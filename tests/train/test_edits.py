@@ -71,7 +71,7 @@ def test_the_fields_of_an_older_recipe_are_the_same_edit(short, text) -> None:
         (["gray_tokens blocks=0"], ValueError, "blocks go with where=blocks"),
         (["gray_tokens method=dtc"], ValueError, "method must be one of .*; did you mean 'dct'"),
         (["remove_skips which=fnn"], ValueError, "did you mean 'ffn'"),
-        (["uniform_heads heads=0"], ValueError, "heads must be at least 1, got 0"),
+        (["uniform_heads heads=0"], ValueError, "heads must be at least 1, or a list .* got 0"),
         (["uniform_heads blocks=one"], ValueError, "blocks must be indices"),
         (["graying=dct"], ValueError, "expected an edit such as"),
         ([{"eps": 0.7}], TypeError, "must be such as"),

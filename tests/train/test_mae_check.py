@@ -59,7 +59,10 @@ def _compiled() -> nn.Module:
             lambda: timm.create_model("cait_xxs24_224", depth=1, embed_dim=32, num_heads=2),
             "got Cait: its class",
         ),
-        (lambda: timm.create_model("eva02_tiny_patch14_224", depth=1), "got Eva: its attention is told"),
+        (
+            lambda: timm.create_model("eva02_tiny_patch14_224", depth=1),
+            "got Eva: its attention gets each token",
+        ),
         (lambda: nn.Linear(2, 2), "got Linear: it is not a VisionTransformer of timm; use a ViT of timm"),
         (_hybrid, "embedded one by one, got VisionTransformer: "),
         (lambda: encoder(patch_drop_rate=0.5), "leave patch_drop_rate out"),

@@ -231,7 +231,7 @@ def test_a_second_signal_kills(sweep) -> None:
 
 def test_a_bad_recipe_is_told_before_anything_starts(sweep, tmp_path) -> None:
     (tmp_path / "bad.toml").write_text("eps = 0.5")
-    with pytest.raises(ValueError, match=r"bad\.toml: eps does nothing alone"):
+    with pytest.raises(ValueError, match=r"bad\.toml: eps does nothing without graying"):
         run([tmp_path / "bad.toml"], out=sweep.out, command=["false"])
     with pytest.raises(ValueError, match=r"a\.toml: batch_size must be a multiple of accumulate"):
         sweep(a="ok", changes={"accumulate": 7})

@@ -57,9 +57,19 @@ def checked(call: Any, name: str = "edits") -> dict[str, Any]:
     made = checked_call(call, name, "a recipe", _SCHEDULE if is_gray else ())
     if is_gray:
         _check_graying(made)
-    if "heads" in made and (type(made["heads"]) is not int or made["heads"] < 1):
-        raise ValueError(f"uniform_heads' heads must be at least 1, got {made['heads']!r}.")
+    _check_heads(made)
     return made
+
+
+def _check_heads(call: Mapping[str, Any]) -> None:
+    """How many heads of each block are uniform, or which."""
+    heads = call.get("heads", 1)
+    is_count = type(heads) is int and heads >= 1
+    is_choice = isinstance(heads, list | tuple) and heads and all(type(h) is int and h >= 0 for h in heads)
+    if not (is_count or is_choice):
+        raise ValueError(
+            f"uniform_heads' heads must be at least 1, or a list of indices such as [0, 2], got {heads!r}."
+        )
 
 
 def _check_graying(call: Mapping[str, Any]) -> None:
