@@ -61,7 +61,7 @@ def _compiled() -> nn.Module:
         ),
         (
             lambda: timm.create_model("eva02_tiny_patch14_224", depth=1),
-            "got Eva: its attention gets each token",
+            "got Eva: its attention gets",
         ),
         (lambda: nn.Linear(2, 2), "got Linear: it is not a VisionTransformer of timm; use a ViT of timm"),
         (_hybrid, "embedded one by one, got VisionTransformer: "),

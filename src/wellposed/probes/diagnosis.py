@@ -113,7 +113,8 @@ class Diagnosis:
             import pandas  # type: ignore[import-untyped]
         except ImportError as error:
             raise ImportError(
-                "expected pandas for to_pandas(), which is missing; pip install 'wellposed[pandas]', or use to_csv()."
+                "expected pandas for to_pandas(), which is missing: pip install 'wellposed[pandas]', or use "
+                "to_csv()."
             ) from error
         return pandas.DataFrame(rows(self.records), columns=list(COLUMNS))
 
