@@ -62,7 +62,7 @@ def studies(
                 outcome = runner.Outcome(kept(folder, cast(Any, scale)), 0, False)
                 sets: list[str] = []
             else:
-                sets = data or ["digits"]
+                sets = data or (["digits"] if study.variants(cast(Any, scale), "digits") else [])
                 outcome = runner.run(
                     study,
                     scale=cast(Any, scale),

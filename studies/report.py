@@ -106,8 +106,10 @@ def details(
 ) -> dict[str, Any]:
     """What the records are of, and where they were made; earlier calls may have made some of them."""
     specs = {**before.get("data", {}), **{data_name(spec): shown(spec) for spec in data}}
-    sets = {each: specs.get(each, each) for each in records.datasets}
-    changes = before.get("changes", {}) if changes is None else changes
+    sets = {each: specs.get(each, each) for each in records.datasets or specs}
+    changes = dict(before.get("changes", {}) if changes is None else changes)
+    if changes.get("start_from"):
+        changes["start_from"] = Path(str(changes["start_from"])).name
     by_seeds: dict[tuple[int, ...], list[str]] = {}
     for each in sets:
         own = sorted({run.seed for run in records.runs if run.data == each and run.role == "result"})
@@ -130,7 +132,7 @@ def details(
         "scale": records.scale,
         "data": sets,
         "seeds": sorted({run.seed for run in records.runs}),
-        "changes": dict(changes),
+        "changes": changes,
         "environments": environments,
     }
 

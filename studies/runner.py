@@ -152,7 +152,7 @@ def run(
                 has_worked = True
                 save()
     if study.once is not None and not ledger.measured:
-        ledger.measured = [rounded(row) for row in study.once(scale, out)]
+        ledger.measured = [rounded(row) for row in study.once(scale, out, data, changes or {})]
         has_worked = True
     return Outcome(save(), code, has_worked)
 

@@ -107,7 +107,8 @@ class Study:
         report: what is read off.
         seeds: unless the user gives others.
         after: folder of a finished run -> what is measured on its last weights, which its accuracy is of.
-        once: (scale, folder for its files) -> what is measured without a run.
+        once: (scale, folder for its files, data sets, changes as ``--set`` has them) -> what is measured
+            without a run.
         on_cpu: whether the small scale takes minutes on a laptop with the embedded digits.
         decides: what would decide its claims as published, in a sentence.
     """
@@ -119,7 +120,7 @@ class Study:
     report: Callable[[Records], Report]
     seeds: tuple[int, ...] = (0, 1, 2)
     after: Callable[[Path], list[dict[str, Any]]] | None = None
-    once: Callable[[Scale, Path], list[dict[str, Any]]] | None = None
+    once: Callable[[Scale, Path, Sequence[str], Mapping[str, Any]], list[dict[str, Any]]] | None = None
     on_cpu: bool = False
     decides: str = ""
 

@@ -18,6 +18,7 @@ from wellposed.stats import (
     one_sample,
     paired,
     paired_median,
+    slope,
     unpaired,
 )
 
@@ -235,3 +236,25 @@ def test_what_is_no_number_is_refused(values):
 def test_a_claim_without_its_criterion_is_refused(says, margin, message):
     with pytest.raises(ValueError, match=message):
         Claim("c", "points", says, Estimate(0.0, 3), margin)
+
+
+def test_a_slope_is_that_of_least_squares():
+    draws = np.random.default_rng(0)
+    x = draws.normal(size=12)
+    y = 0.4 * x + draws.normal(size=12)
+    found, peer = slope(list(x), list(y)), scipy_stats.linregress(x, y)
+    assert (found.mean, found.p, found.error) == pytest.approx((peer.slope, peer.pvalue, peer.stderr))
+    assert found.freedom == 10
+    # Points of groups, less the means of their groups, have as many degrees of freedom less.
+    groups = [part - part.mean() for part in np.split(x, 3)], [part - part.mean() for part in np.split(y, 3)]
+    grouped = slope(*(list(np.concatenate(side)) for side in groups), means=3)
+    design = np.column_stack([x, *(np.repeat(np.eye(3)[i], 4) for i in range(3))])
+    fitted, left, *_ = np.linalg.lstsq(design, y, rcond=None)
+    error = math.sqrt(float(left[0]) / 8 * np.linalg.inv(design.T @ design)[0, 0])
+    assert (grouped.mean, grouped.error, grouped.freedom) == pytest.approx((fitted[0], error, 8))
+
+
+def test_a_slope_needs_an_x_that_varies():
+    with pytest.raises(ValueError, match="two different"):
+        slope([1.0, 1.0], [0.0, 2.0])
+    assert slope([0.0, 1.0], [0.0, 2.0]).p is None, "two points show no spread"

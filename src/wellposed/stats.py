@@ -38,7 +38,7 @@ LEVEL = 0.05
 """Chance of a false verdict, over all claims of one study."""
 
 Direction = Literal["higher", "lower", "same"]
-Comparison = Literal["paired", "unpaired", "paired median"]
+Comparison = Literal["paired", "unpaired", "paired median", "slope"]
 
 
 class Verdict(StrEnum):
@@ -80,7 +80,7 @@ class Estimate:
 
     Args:
         mean: of the differences; the median where ``comparison`` is ``"paired median"``.
-        n: pairs of runs; of unpaired runs, those of the smaller side.
+        n: pairs of runs; of unpaired runs, those of the smaller side; of a slope, points.
         low, high: the interval of 95%; infinite where n or the spread is too small to give one.
         comparison: how the runs were compared.
         p: of "the difference is zero", two-sided; None where nothing can be tested.
@@ -170,6 +170,30 @@ def unpaired(first: Sequence[float], second: Sequence[float]) -> Estimate:
     squares = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
     freedom = sum(squares) ** 2 / (squares[0] ** 2 / (len(a) - 1) + squares[1] ** 2 / (len(b) - 1))
     return _student(mean, n, "unpaired", math.sqrt(sum(squares)), float(freedom))
+
+
+def slope(x: Sequence[float], y: Sequence[float], *, means: int = 1) -> Estimate:
+    """How much y rises where x rises by one, by least squares.
+
+    Args:
+        x, y: one of each a point.
+        means: how many means were subtracted from the points before: 1 where they come as they are (theirs
+            is subtracted here), the number of groups where each group's own mean was.
+
+    >>> print(slope([0.0, 1.0, 2.0, 3.0], [0.0, 1.1, 1.9, 3.2]))
+    +1.04 [+0.76, +1.32], n = 4, slope
+    """
+    if len(x) != len(y):
+        raise ValueError(f"expected one y for each x, got {len(x)} and {len(y)}.")
+    across, up = (values - values.mean() for values in (_finite(x), _finite(y)))
+    if _are_equal(across):
+        raise ValueError("expected an x that varies, all are equal; a slope needs two different ones.")
+    spread_of_x = float(across @ across)
+    found, n, freedom = float(across @ up) / spread_of_x, len(x), len(x) - means - 1
+    left = float(((up - found * across) ** 2).sum())
+    if freedom < 1 or left <= 1e-24 * float(up @ up):
+        return Estimate(found, n, comparison="slope")
+    return _student(found, n, "slope", math.sqrt(left / freedom / spread_of_x), freedom)
 
 
 def _student(mean: float, n: int, comparison: Comparison, error: float, freedom: float) -> Estimate:

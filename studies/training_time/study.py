@@ -34,7 +34,9 @@ def variants(scale: Scale, data: str) -> list[Variant]:
     return []
 
 
-def steps_once(scale: Scale, folder: Path) -> list[dict[str, Any]]:
+def steps_once(
+    scale: Scale, folder: Path, data: Sequence[str], changes: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """Steps of ViT-B/16 at 224 pixels, batch 256, bf16, compiled; on a CPU of ViT-Tiny, batch 4, in float32.
 
     The paper scale is the same with more rounds. The images are random: what is in them takes no time.

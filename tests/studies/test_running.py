@@ -252,7 +252,7 @@ def made(**fields) -> Study:
 def test_a_study_without_runs_measures_once(tmp_path) -> None:
     asked = []
 
-    def once(scale, folder):
+    def once(scale, folder, data, changes):
         asked.append(scale)
         return [{"value": 3.0}]
 
