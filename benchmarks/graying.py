@@ -38,7 +38,7 @@ from benchmarks.graying_peers import run_peers
 from benchmarks.graying_steps import StepRow, step_floors
 from benchmarks.timing import device_name, message, usual_device, write_environment
 from wellposed.commands.app import device_named, plain_errors
-from wellposed.commands.lists import numbers, parts
+from wellposed.commands.options import numbers, parts
 from wellposed.files import read_object, write_cells
 from wellposed.records import short
 from wellposed.train.recipe import Recipe

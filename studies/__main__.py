@@ -11,11 +11,12 @@ from studies import report as reporting
 from studies import runner
 from studies.study import Records, folder_of, get, names
 from wellposed import study_records
+from wellposed.commands import options
 from wellposed.commands.app import plain_errors
-from wellposed.commands.lists import numbers
+from wellposed.commands.options import numbers
 from wellposed.study_records import RECORDS, sentence
 from wellposed.text import aligned
-from wellposed.train import options, sweep
+from wellposed.train import sweep
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -97,7 +97,7 @@ ACTIONS = {
     "import wellposed.report": ["torch", "wellposed.linalg", "wellposed.probes", "wellposed.train"],
     "from wellposed import diagnose": ["wellposed.report", "wellposed.train", "matplotlib"],
     "from wellposed import gray_tokens": ["wellposed.probes", "wellposed.report", "wellposed.train"],
-    "from wellposed.train.data import sets; sets.all_digits()": ["wellposed.probes", "wellposed.report"],
+    "from wellposed.train.data import all_digits; all_digits()": ["wellposed.probes", "wellposed.report"],
     "from wellposed.nn.functional import gray; import torch; gray(torch.randn(2, 8, 4))": [
         "wellposed.linalg.hopper",
         "wellposed.anatomy",

@@ -14,8 +14,9 @@ from wellposed.models import build, describe_weights, has_random_weights
 from wellposed.probes.diagnosis import Diagnosis
 from wellposed.probes.image_sources import source_of
 from wellposed.train.edits import apply_edits
+from wellposed.train.export import RECIPE
 from wellposed.train.recipe import Recipe
-from wellposed.train.runs import IMAGES, RECIPE, open_run
+from wellposed.train.runs import IMAGES, open_run
 
 OF_A_RUN = ("best", "last")
 _LIBRARIES = ("hf", "tv", "hf-hub", "local-dir")

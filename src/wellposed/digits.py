@@ -13,7 +13,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from wellposed.train.data.sets import TEST_IMAGES, all_digits
+from wellposed.train.data import TEST_IMAGES, all_digits
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from distributed_run import FIELDS
 from short_runs import run
 from wellposed.run_records import read_run
 from wellposed.train import Recipe
-from wellposed.train.distributed import make_accelerator
+from wellposed.train.parallel import make_accelerator
 
 TESTS = Path(__file__).parent.parent
 

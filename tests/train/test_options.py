@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from wellposed.cli import app
-from wellposed.train.options import assignments, parse, values
+from wellposed.commands.options import assignments, parse, values
 from wellposed.train.recipe import Recipe, combine, recipe_text
 
 FIELDS = [field for field in dataclasses.fields(Recipe) if field.name not in ("model_options", "edits")]

@@ -8,7 +8,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from typer.testing import CliRunner
 
 from wellposed.cli import app
-from wellposed.train.sharing import files_of, push
+from wellposed.train.export import files_of, push
 
 OF_WEIGHTS = ("README.md", "config.json", "model.safetensors", "recipe.toml")
 

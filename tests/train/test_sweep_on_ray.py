@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from short_runs import assert_bitwise, recipe
 from wellposed.train.recipe import write_recipe
 from wellposed.train.sweep import run
-from wellposed.train.sweep.cluster import Resources, connected
+from wellposed.train.sweep.processes import Resources, connected
 
 pytestmark = pytest.mark.slow
 

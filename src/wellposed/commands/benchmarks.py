@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from wellposed.commands import options
 from wellposed.commands.app import REPRODUCE, app, plain_errors
 from wellposed.files import write_text
-from wellposed.train import options
 from wellposed.train.recipe import combine
 
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True)

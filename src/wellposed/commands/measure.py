@@ -6,9 +6,9 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from wellposed.commands import options
 from wellposed.commands.app import FIRST_STEPS, MEASURE, app, device_named, plain_errors
-from wellposed.commands.lists import numbers, parts
-from wellposed.train import options
+from wellposed.commands.options import numbers, parts
 
 
 @app.command(rich_help_panel=FIRST_STEPS)

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from wellposed.commands import options
 from wellposed.commands.app import TRAIN, app, plain_errors
-from wellposed.commands.lists import numbers
-from wellposed.train import options
+from wellposed.commands.options import numbers
 from wellposed.train.recipe import combine, read_recipe, recipe_text
 
 Engine = Literal["local", "ray"]
@@ -45,7 +45,7 @@ def train(
             typer.echo(recipe_text(made), nl=False)
             return
         from wellposed.train import fit
-        from wellposed.train.distributed import leave_processes
+        from wellposed.train.parallel import leave_processes
 
         result = fit(made, out=out, overwrite=overwrite)
         leave_processes()
@@ -103,7 +103,7 @@ def _cluster(engine: Engine, **given: float | None) -> dict[str, Any]:
     """What the sweep needs of a cluster: nothing on this machine."""
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if engine == "ray":
-        from wellposed.train.sweep.cluster import Resources
+        from wellposed.train.sweep.processes import Resources
 
         return {"cluster": Resources(**asked)}
     if asked:
@@ -129,7 +129,7 @@ def pack(
 ) -> None:
     """Decode a set of images into one file, for --data packed:FILE.npz."""
     with plain_errors():
-        from wellposed.train.data import pack as pack_images
+        from wellposed.train.data.archives import pack as pack_images
 
         data = pack_images(
             source, out, quality=quality, holdout=holdout, seed=seed, skip_unreadable=skip_unreadable
@@ -157,10 +157,10 @@ def push(
     timm loads it as hf-hub:USER/NAME. The token is that of: hf auth login.
     """
     with plain_errors():
-        from wellposed.train import sharing
+        from wellposed.train import export
 
-        files = sharing.files_of(run, weights)
+        files = export.files_of(run, weights)
         for name, file in files.items():
             typer.echo(f"{name}  {file.stat().st_size:,} bytes")
         if not dry_run:
-            typer.echo(f"shared as {sharing.push(run, repo, weights=weights, private=private)}")
+            typer.echo(f"shared as {export.push(run, repo, weights=weights, private=private)}")

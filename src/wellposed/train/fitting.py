@@ -30,24 +30,26 @@ from wellposed.train.batches import make_batches
 from wellposed.train.batches.order import generators_kept
 from wellposed.train.checkpoint import Store, recover
 from wellposed.train.data import ImageData, UnreadableImageError
-from wellposed.train.distributed import (
+from wellposed.train.export import ENVIRONMENT, Exported, Weights, export_weights
+from wellposed.train.loop import Loop, Status, first_test_images
+from wellposed.train.mae import MaskedAutoencoder, draw_reconstruction, fixed_mask_noise
+from wellposed.train.optimizer import check_optimizer
+from wellposed.train.parallel import (
+    distribute,
     from_first,
     is_first,
     make_accelerator,
     rank,
     require_accelerate,
+    room_for_programs,
     wait_for_all,
+    without_cudnn_attention,
     world,
 )
-from wellposed.train.export import Exported, Weights, export_weights
-from wellposed.train.loop import Loop, Status, first_test_images
-from wellposed.train.mae import MaskedAutoencoder, draw_reconstruction, fixed_mask_noise
-from wellposed.train.optimizer import check_optimizer
-from wellposed.train.parallel import distribute, room_for_programs, without_cudnn_attention
 from wellposed.train.recipe import Recipe
 from wellposed.train.reporter import Reporter, tracker_names
 from wellposed.train.resolve import Resolved, resolve
-from wellposed.train.runs import ENVIRONMENT, default_folder, open_folder
+from wellposed.train.runs import default_folder, open_folder
 from wellposed.train.tasks import Task, make_task
 
 if TYPE_CHECKING:

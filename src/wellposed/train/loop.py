@@ -25,23 +25,11 @@ from wellposed.train.batches import Batch, EvalBatches, TrainBatches
 from wellposed.train.batches.order import seed_update
 from wellposed.train.checkpoint import Checkpoint, Store
 from wellposed.train.data.images import counted
-from wellposed.train.distributed import (
-    from_first,
-    is_first,
-    largest,
-    of_all,
-    rank,
-    read,
-    several,
-    total,
-    wait_for_all,
-    world,
-)
 from wellposed.train.export import Weights
-from wellposed.train.nonfinite import explain
 from wellposed.train.optimizer import (
     EpsSchedule,
     Guard,
+    explain,
     gradient_norm,
     make_optimizer,
     make_schedule,
@@ -53,7 +41,17 @@ from wellposed.train.parallel import (
     RecordedPass,
     accumulating,
     compiled,
+    from_first,
+    is_first,
     is_recorded_here,
+    largest,
+    of_all,
+    rank,
+    read,
+    several,
+    total,
+    wait_for_all,
+    world,
 )
 from wellposed.train.recipe import Recipe
 from wellposed.train.reporter import Reporter

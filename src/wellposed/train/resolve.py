@@ -20,15 +20,14 @@ from wellposed.environment import without_secrets
 from wellposed.errors import UnknownModelError
 from wellposed.linalg import spectral_plan
 from wellposed.models import timm_architecture
-from wellposed.train.batches import choose_placement
-from wellposed.train.batches.batch import check_images, check_share, with_batch_size
+from wellposed.train.batches import check_images, check_share, choose_placement, with_batch_size
 from wellposed.train.data import ImageData, open_data
-from wellposed.train.distributed import from_first, rank, several, world
 from wellposed.train.edits import DEVICE_FLOORS, whole
+from wellposed.train.export import RECIPE
 from wellposed.train.mae import check_mae, mae_warnings
 from wellposed.train.model import Built, build_model, weights_file
+from wellposed.train.parallel import from_first, rank, several, world
 from wellposed.train.recipe import Recipe, read_recipe
-from wellposed.train.runs import RECIPE
 
 TINY, SMALL = 16, 64
 """Images of this side and between are shifted, larger ones get random resized crops. Of still smaller ones a

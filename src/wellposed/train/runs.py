@@ -27,17 +27,15 @@ from wellposed.files import clear_staged, read_object
 from wellposed.models import load_weights, say_weights
 from wellposed.run_records import NAME as LOG
 from wellposed.run_records import read_run
+from wellposed.train.batches import scale
 from wellposed.train.batches.augment import normalised
-from wellposed.train.batches.batch import scale
 from wellposed.train.checkpoint import file_hash
 from wellposed.train.data import decode_readable, open_data
 from wellposed.train.edits import whole
-from wellposed.train.export import WEIGHTS
+from wellposed.train.export import ENVIRONMENT, RECIPE, RESULT, WEIGHTS
 from wellposed.train.model import build_model, start_from
 from wellposed.train.optimizer import EpsSchedule
 from wellposed.train.recipe import Recipe, read_recipe, write_recipe
-
-RECIPE, RESULT, ENVIRONMENT = "recipe.toml", "result.json", "environment.json"
 
 
 def default_folder(recipe: Recipe) -> Path:

@@ -24,7 +24,6 @@ from torch.nn import functional
 from wellposed.probes.observe import plain
 from wellposed.train.batches import Batch, EvalBatch, EvalBatches
 from wellposed.train.batches.order import slot_positions
-from wellposed.train.distributed import read, total
 from wellposed.train.mae import (
     FixedMask,
     MaskedAutoencoder,
@@ -33,6 +32,7 @@ from wellposed.train.mae import (
     fixed_mask_noise,
     mask_noise,
 )
+from wellposed.train.parallel import read, total
 from wellposed.train.recipe import Recipe
 
 

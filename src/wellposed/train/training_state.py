@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from wellposed.probes.observe import unwrapped
 from wellposed.records import dtype_name
 from wellposed.train.checkpoint import Checkpoint, TensorName
-from wellposed.train.distributed import (
+from wellposed.train.parallel import (
     Outline,
     device_of,
     from_first,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from train.batches.small_sets import MEAN, STD, arrays, batches, files
-from wellposed.train.batches.batch import shares
+from wellposed.train.batches import shares
 from wellposed.train.data.images import UnreadableImageError
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from train.batches.small_sets import MEAN, SIZE, STD, arrays, batches
-from wellposed.train.batches import batch as placement
+from wellposed.train import batches as placement
 from wellposed.train.batches import choose_placement, make_batches
 from wellposed.train.recipe import Recipe
 
@@ -54,7 +54,7 @@ def test_refusals_come_before_any_image_is_read(monkeypatch: pytest.MonkeyPatch)
     def read(*args: object, **kwargs: object) -> None:
         raise AssertionError("an image was read")
 
-    monkeypatch.setattr("wellposed.train.batches.batch.decode_all", read)
+    monkeypatch.setattr("wellposed.train.batches.decode_all", read)
     with pytest.raises(ValueError, match="lower batch_size"):
         batches(arrays(), batch_size=38)
     with pytest.raises(AssertionError, match="was read"):

@@ -4,7 +4,7 @@ import torch
 from timm.data import Mixup
 
 from train.batches.small_sets import MIXES, arrays, batches, equal
-from wellposed.train.batches.batch import Mixing
+from wellposed.train.batches import Mixing
 from wellposed.train.batches.order import Purpose, sequence
 
 

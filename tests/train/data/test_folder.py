@@ -11,8 +11,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from split_pixels import Pixels
+from wellposed.train import data as folder_module
 from wellposed.train.data import Split, UnreadableImageError, open_data
-from wellposed.train.data import folder as folder_module
 
 WriteFolder = Callable[..., Path]
 SPLIT = ("train/cat/1.png", "train/cat/2.png", "train/dog/1.png", "val/cat/9.png", "val/dog/9.png")

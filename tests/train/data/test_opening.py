@@ -10,9 +10,8 @@ import torch
 from sklearn.datasets import load_digits
 
 from wellposed import digits
-from wellposed.train.data import ImageData, open_data
+from wellposed.train.data import ImageData, checked_labels, held_out, numbered_classes, open_data
 from wellposed.train.data.images import Part, PixelImages
-from wellposed.train.data.sets import checked_labels, held_out, numbered_classes
 
 
 def test_the_digits_are_those_of_scikit_learn_divided_as_the_tensors_are() -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from wellposed.train.data import UnreadableImageError, images, open_data, pack
+from wellposed.train.data import UnreadableImageError, images, open_data
+from wellposed.train.data.archives import pack
 
 WriteFolder = Callable[..., Path]
 EXAMPLES = tuple(f"{split}/{name}/{i}.jpg" for split in ("train", "val") for name in "ab" for i in range(3))

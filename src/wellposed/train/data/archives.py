@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wellposed.files import parse_json, replacing
-from wellposed.train.data.folder import grouped, train_and_test
+from wellposed.train.data import grouped, numbered_classes, open_data, train_and_test
 from wellposed.train.data.images import (
     Archive,
     ArchivedImages,
@@ -46,7 +46,6 @@ from wellposed.train.data.images import (
     in_threads,
     refusal,
 )
-from wellposed.train.data.sets import numbered_classes, open_data
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")

@@ -23,9 +23,8 @@ import torch
 
 from wellposed.files import alone_in
 from wellposed.text import nearest
-from wellposed.train.data.folder import grouped, train_and_test
+from wellposed.train.data import grouped, numbered_classes, train_and_test
 from wellposed.train.data.images import Contents, EncodedImages, FileImages, Indices, Part, PixelImages
-from wellposed.train.data.sets import numbered_classes
 
 SHORT = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "fashion-mnist": "FashionMNIST"}
 

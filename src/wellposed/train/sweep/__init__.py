@@ -43,7 +43,7 @@ from wellposed.train.sweep.processes import (
 )
 
 if TYPE_CHECKING:
-    from wellposed.train.sweep.cluster import Resources
+    from wellposed.train.sweep.processes import Resources
 
 __all__ = ["Outcome", "Run", "run"]
 
@@ -256,7 +256,7 @@ def _engine(
     if cluster is None:
         yield LocalEngine(command, child_environment(jobs, os.environ), [lock])
         return
-    from wellposed.train.sweep.cluster import RayEngine, connected
+    from wellposed.train.sweep.processes import RayEngine, connected
 
     with connected():
         engine = RayEngine(command, cluster, may_use_gpu=_may_use_gpu(runs))

@@ -7,6 +7,8 @@ torch, so that ``--help`` is quick.
 {'batch_size': 128, 'compile': False, 'trackers': (), 'model_options': {'depth': 6}}
 >>> assignments(["data=cifar10:DIR", "model_options.depth=6"])
 {'data': 'cifar10:DIR', 'model_options': {'depth': 6}}
+
+Options that take several values are given them after commas, by repeating the option, or both.
 """
 
 import dataclasses
@@ -19,6 +21,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from wellposed.files import parse_toml
+from wellposed.text import indices
 from wellposed.train.recipe import NONE, Recipe, checked, field_types, kind_of, require_known
 
 _OPTION, _EDIT = "model_option", "edit"
@@ -227,3 +230,21 @@ def _completion(choices: Sequence[str]) -> Callable[[str], list[str]]:
         return [choice for choice in choices if choice.startswith(incomplete)]
 
     return complete
+
+
+def parts(given: Sequence[str] | None) -> tuple[str, ...] | None:
+    """The values, None where the option was not given.
+
+    >>> parts(["cb, cb_s", "dct-pixels"])
+    ('cb', 'cb_s', 'dct-pixels')
+    """
+    return tuple(part.strip() for part in ",".join(given).split(",")) if given else None
+
+
+def numbers(given: Sequence[str] | None, name: str) -> list[int] | None:
+    """As of :func:`wellposed.text.indices`, None where the option was not given.
+
+    >>> numbers(["0-2", "5"], "seeds")
+    [0, 1, 2, 5]
+    """
+    return indices(",".join(given), name) if given else None
