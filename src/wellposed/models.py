@@ -180,7 +180,7 @@ def _remedy(model: nn.Module, path: Path, state: Mapping[str, Tensor]) -> str:
     if lacking := lacks(model, path):
         return f"{lacking}."
     if any(is_of_edits(name) for name in state) and not scales(model):
-        return "the file has tensors of edits, such as scales of CB_S: make the edits it was saved with first."
+        return "the file has tensors of edits, such as scales of CB_S: make the edits of its model first."
     return "build the model with the options that they were trained with (num_classes=, img_size=, ...)."
 
 
