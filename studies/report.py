@@ -244,10 +244,16 @@ def _shown(value: Any) -> str:
 
 
 def readme(name: str, study: Study, folder: Path) -> str:
-    """The page of a study's folder: the claim, what was measured, each verdict, the command."""
+    """The page of a study's folder: the claim, what was measured, each verdict, the command.
+
+    What was seen besides, ``notes.md`` written by hand, is part of it.
+    """
     lines = [f"# {study.title[0].upper()}{study.title[1:]}", "", f"*{study.paper}.* {study.claim}", ""]
     for file in sorted(folder.glob(f"*/{SUMMARY}"), reverse=True):
         lines += _scale_section(read_object(file), file.parent)
+    notes = folder / "notes.md"
+    if notes.is_file():
+        lines += ["## What else was seen", "", notes.read_text(encoding="utf-8").strip(), ""]
     if study.decides:
         lines += [f"**What would decide it:** {study.decides}", ""]
     lines += [
