@@ -220,7 +220,7 @@ def rows(lines: Sequence[Line]) -> list[str]:
         claim, said = claim_of(line), line.study + line.says
         estimate = claim.estimate
         assert estimate is not None
-        numbers = str(estimate).split(", ")[0] if estimate.n == 1 else str(estimate).rsplit(", n = ")[0]
+        numbers = str(estimate).rsplit(", n = ")[0]
         paper = "" if claim.paper is None else f"{claim.paper:+g}"
         link = f"[{line.says}](../studies/{line.study.replace('-', '_')}/README.md)"
         cells = ["" if said == before else link, line.on, str(estimate.n), numbers, paper]
