@@ -31,10 +31,11 @@ def accuracy_report(
     paper: Mapping[str, float] | None = None,
     tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     notes: Sequence[str] = (),
+    unseen: bool = False,
 ) -> Report:
     """The report that most studies share: accuracy of each variant, next to the paper's, and every run."""
     made = {
-        "table": compare.accuracy_table(records, baseline, paper),
+        "table": compare.accuracy_table(records, baseline, paper, unseen=unseen),
         "grid": compare.grid_table(records),
         **(tables or {}),
     }
