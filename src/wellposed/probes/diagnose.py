@@ -125,7 +125,8 @@ def diagnose(
 
             records += forward_passes(model, bar.over(batches, "forward passes"), probes)
         if "weights" in chosen:
-            records += weight_spectra(model, blocks=blocks)
+            example = example_of(next(iter(batches)))
+            records += weight_spectra(model, blocks=blocks, example=example)
         if "gradients" in chosen:
             bar.say("gradients")
             records += gradient_norms(model, batches, blocks=blocks)

@@ -11,13 +11,15 @@ as the layers use them: with the edits of weights (:func:`wellposed.condition_we
 """
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from wellposed.anatomy.model import Block, BlockSelection, no_attention, select
+from wellposed.anatomy.model import Block, BlockSelection, select
 from wellposed.anatomy.model import blocks as all_blocks
-from wellposed.anatomy.projections import projection_layers
+from wellposed.anatomy.packing import find_projections
+from wellposed.anatomy.projections import ProjectionLayer
 from wellposed.anatomy.subclass import inner
 from wellposed.linalg import condition_number, singular_values, stable_rank
 from wellposed.linalg.spectrum import estimator, tolerance
@@ -25,42 +27,45 @@ from wellposed.probes.observe import plain, preserved
 from wellposed.records import Record, dtype_name
 
 
-def weight_spectra(model: nn.Module, *, blocks: BlockSelection = None) -> list[Record]:
+def weight_spectra(model: nn.Module, *, blocks: BlockSelection = None, example: Any = None) -> list[Record]:
     """``"weight kappa"`` and ``"weight stable rank"`` of the linear layers of the blocks.
 
     Args:
         model: a model that :func:`wellposed.anatomy.blocks` knows; left as it was.
         blocks: an index, a slice, several indices, or None for all.
+        example: an input of a model of one's own. A run shows how its weights pack queries, keys and values;
+            where that is not known, or is not one after another, a packed weight is measured as one.
 
     Returns:
         Two records a weight; the position is the layer's path in its block.
     """
     model = plain(model)
-    found = select(all_blocks(model), blocks)
+    found = select(all_blocks(model, example), blocks)
+    known = find_projections(model, found, example)
     with preserved(model), torch.no_grad():
         model.eval()  # a look at a normalised weight is a step of its power iteration in training
         return [
             record
             for block in found
-            for position, weight in _weights(block)
+            for position, weight in _weights(block, known[block.index])
             for record in _records(block, position, weight)
         ]
 
 
-def _weights(block: Block) -> Iterator[tuple[str, Tensor]]:
+def _weights(block: Block, projections: list[ProjectionLayer] | str) -> Iterator[tuple[str, Tensor]]:
     """The weights of a block's linear layers, those that pack several projections in parts."""
-    packed = {}
-    if not no_attention(block):
-        layers = projection_layers(*block.attention())
-        packed = {} if isinstance(layers, str) else {id(inner(each.layer)): each for each in layers}
+    known = [] if isinstance(projections, str) else projections
+    packed = {id(inner(each.layer)): each for each in known}
     for path, module in block.module.named_modules():
         layer = packed.get(id(module))
         if layer is not None:
-            parts = layer.weight.chunk(len(layer.packed), layer.axis)
+            parts = layer.weight.chunk(len(layer.packed))
             for letter, part in zip(layer.packed, parts, strict=True):
                 yield path if len(parts) == 1 else f"{path} {letter}", part
-        elif isinstance(module, nn.Linear) and module.weight.is_floating_point():
-            yield path, module.weight
+        elif isinstance(module, nn.Linear) or hasattr(module, "nf"):  # the Conv1D of transformers
+            weight = cast(Tensor, module.weight)
+            if weight.is_floating_point():
+                yield path, weight
 
 
 def _records(block: Block, position: str, weight: Tensor) -> Iterator[Record]:
