@@ -309,20 +309,48 @@ def of_head(weight: torch.Tensor, head: int, heads: int) -> torch.Tensor:
     return weight.chunk(heads)[head]
 
 
-def test_mimetic_products() -> None:
-    model = timm.create_model("vit_tiny_patch16_224", depth=1).double()
-    wp.initialise(model, "mimetic", seed=0)
+def noisy_identity(generator: torch.Generator, alpha: float, beta: float, width: int) -> torch.Tensor:
+    noise = torch.randn(width, width, generator=generator, dtype=torch.float64)
+    return alpha * noise / width**0.5 + beta * torch.eye(width, dtype=torch.float64)
+
+
+def of_rank(matrix: torch.Tensor, rank: int) -> torch.Tensor:
+    """The best approximation of a rank, term by term."""
+    U, S, Vh = torch.linalg.svd(matrix)
+    return sum(S[i] * torch.outer(U[:, i], Vh[i]) for i in range(rank))
+
+
+@pytest.mark.parametrize(("scheme", "alpha", "beta"), [("mimetic", 0.7, 0.7), ("skipless", 2.0, 0.6)])
+def test_queries_and_keys_are_the_papers(scheme: str, alpha: float, beta: float) -> None:
+    """W_Q W_K^T of each head is alpha Z + beta I to its rank, with Z the draws of the seed in turn."""
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=48, num_heads=3).double()
+    wp.initialise(model, scheme, seed=5)
     attention = model.blocks[0].attn
     q, k, v = attention.qkv.weight.chunk(3)
-    product = v.mT @ attention.proj.weight.mT
-    noise = product + 0.4 * torch.eye(192, dtype=torch.float64)
-    assert noise.std().item() == pytest.approx(0.4 / 192**0.5, rel=0.02)
+    generator = torch.Generator().manual_seed(5)
     for head in range(3):
+        wanted = of_rank(noisy_identity(generator, alpha, beta, 48), 16)
         core = of_head(q, head, 3).mT @ of_head(k, head, 3)
-        assert torch.linalg.matrix_rank(core) == 64
-        # The trace is that of the identity's part, as far as rank 64 of 192 can have it.
-        assert core.trace() / 192 > 0.3
+        torch.testing.assert_close(core, wanted, rtol=1e-9, atol=1e-9)
+    if scheme == "mimetic":  # W_V W_O = alpha Z - beta I, over all heads
+        wanted = noisy_identity(generator, 0.4, -0.4, 48)
+        torch.testing.assert_close(v.mT @ attention.proj.weight.mT, wanted, rtol=1e-9, atol=1e-9)
+    else:  # c U and c V^T of the singular vectors of a Gaussian matrix
+        U, _, Vh = torch.linalg.svd(torch.randn(48, 48, generator=generator, dtype=torch.float64))
+        torch.testing.assert_close(v.mT, 3 * U, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(attention.proj.weight.mT, 3 * Vh, rtol=1e-9, atol=1e-9)
     assert not attention.qkv.bias.any()
+    assert not attention.proj.bias.any()
+
+
+def test_the_papers_constants_can_be_given() -> None:
+    """Those of a ViT-S: with one head nothing is cut off, and W_Q W_K^T is alpha Z + beta I itself."""
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=48, num_heads=1).double()
+    wp.initialise(model, "skipless", seed=5, alpha=1.8, beta=1.0, c=2.0)
+    q, k, v = model.blocks[0].attn.qkv.weight.chunk(3)
+    wanted = noisy_identity(torch.Generator().manual_seed(5), 1.8, 1.0, 48)
+    torch.testing.assert_close(q.mT @ k, wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(v @ v.mT, 4 * torch.eye(48, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
 def test_skipless_products_have_equal_singular_values() -> None:
@@ -387,6 +415,35 @@ def test_initialised_or_refused(case: Case, scheme: str) -> None:
         assert wp.initialise(model, scheme, seed=0)
         assert output(model, x).isfinite().all()
         assert not torch.equal(output(model, x), before)
+
+
+def test_one_block_that_cannot_leaves_all_as_they_were() -> None:
+    model = vit()
+    model.blocks[1].attn.proj = nn.Linear(32, 32 * 2).double()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(NoMeaningError, match=r"must have the tokens' channels, .*\(64, 32\)"):
+        wp.initialise(model, "skipless", seed=0, blocks=[0, 1])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_biases_beside_the_layer_become_zero_too() -> None:
+    model = BY_NAME["timm beit"].model()
+    attention = model.blocks[0].attn
+    nn.init.ones_(attention.q_bias)
+    wp.initialise(model, "mimetic", seed=0)
+    assert not attention.q_bias.any()
+
+
+@pytest.mark.parametrize("scheme", ["torch", "timm", "xavier"])
+def test_the_laws_of_linear_layers(scheme: str) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=1)
+    wp.initialise(model, scheme, seed=0)
+    layer = model.blocks[0].mlp.fc1  # 768 x 192
+    bound = {"torch": 192**-0.5, "xavier": (6 / (768 + 192)) ** 0.5, "timm": 2.0}[scheme]
+    deviation = 0.02 if scheme == "timm" else bound / 3**0.5
+    assert layer.weight.abs().max().item() <= bound
+    assert layer.weight.std().item() == pytest.approx(deviation, rel=0.01)
+    assert bool(layer.bias.any()) == (scheme == "torch")
 
 
 def test_an_edited_model_is_not_drawn_again() -> None:

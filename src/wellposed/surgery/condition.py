@@ -56,14 +56,14 @@ class ConditionedWeight(WeightEdit):
     def forward(self, weight: Tensor) -> Tensor:
         if self.correction is not None:
             return weight + self.correction
-        strength = float(self.strength)
-        parts = [
-            part + strength * torch.eye(*part.shape, dtype=part.dtype, device=part.device)
-            if letter in self.where
-            else part
-            for letter, part in zip(self.packed, weight.chunk(len(self.packed)), strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = weight.unflatten(0, (len(self.packed), -1))
+        identity = torch.eye(*parts.shape[1:], dtype=weight.dtype, device=weight.device)
+        added = float(self.strength) * identity
+        if set(self.packed) <= set(self.where):
+            conditioned: Tensor = (parts + added).flatten(0, 1)
+            return conditioned
+        pairs = zip(self.packed, parts, strict=True)
+        return torch.cat([part + added if letter in self.where else part for letter, part in pairs])
 
     @property
     def settings(self) -> Mapping[str, Setting]:
