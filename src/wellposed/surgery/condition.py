@@ -56,7 +56,7 @@ class ConditionedWeight(WeightEdit):
     def forward(self, weight: Tensor) -> Tensor:
         if self.correction is not None:
             return weight + self.correction
-        parts = weight.unflatten(0, (len(self.packed), -1))
+        parts = weight.reshape(len(self.packed), -1, weight.shape[-1])
         identity = torch.eye(*parts.shape[1:], dtype=weight.dtype, device=weight.device)
         added = float(self.strength) * identity
         if set(self.packed) <= set(self.where):
