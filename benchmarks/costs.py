@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import wellposed as wp
-from benchmarks.graying_steps import in_turn
+from benchmarks.graying_steps import bare_step, in_turn
 from benchmarks.timing import in_turns, quartiles, seconds, usual_device, where, write
 from wellposed.anatomy import blocks
 from wellposed.anatomy.seam import open_seam
@@ -26,7 +26,6 @@ from wellposed.probes import Monitor, jacobian_spectrum
 from wellposed.probes.attention_maps import watching_attention
 from wellposed.probes.observe import observed
 from wellposed.probes.subblock import sub_block
-from wellposed.train.bench import bare_step
 from wellposed.train.recipe import Recipe
 
 TITLES = ["what", "size", "seconds", "quartile 1", "quartile 3", "against", "seconds", "ratio", "n"]

@@ -74,7 +74,7 @@ def refuse_replicated(model: nn.Module, operations: Iterable[nn.Module]) -> None
         return
     learned: list[Tensor] = [p for operation in operations for p in operation.parameters()]
     # isinstance would ask the referents of weak proxies, which may be gone.
-    wrappers = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
+    wrappers = (each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__)
     if learned and any(_is_in(model, wrapper) for wrapper in wrappers):
         raise WrappedModelError(
             "expected a model that is not replicated yet, got one inside a DistributedDataParallel, which "
