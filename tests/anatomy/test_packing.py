@@ -11,7 +11,7 @@ from untouched import assert_same, fingerprint
 from wellposed.anatomy import blocks
 from wellposed.anatomy.packing import find_projections, packed_otherwise
 from wellposed.errors import NoMeaningError
-from wellposed.probes.weight_spectra import weight_spectra
+from wellposed.probes.parameters import weight_spectra
 
 WIDTH, HEADS = 24, 4
 PACKINGS = ("q k v", "k q v", "q v k", "by head", "wide values")

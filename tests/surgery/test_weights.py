@@ -206,6 +206,70 @@ def test_compiled_and_exported(edit) -> None:
     torch.testing.assert_close(program(x), model(x), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
+@each_edit
+@families("timm vit", "hf vit", "torchvision vit")
+def test_runs_in_onnxruntime(case: Case, edit, tmp_path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model, x = case.model(), case.input()
+    edit(model)
+    expected = output(model, x).detach()
+    program = Tensors(model)
+    torch.onnx.export(program, (x,), tmp_path / "model.onnx", dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(got), expected, rtol=1e-3, atol=1e-4)
+
+
+class Tensors(nn.Module):
+    """A model of any library as a map from tensor to tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.train(model.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return output(self.model, x)
+
+
+@each_edit
+def test_moves_with_the_model_and_runs_in_half_precision(edit) -> None:
+    model, x = BY_NAME["timm vit"].model(), BY_NAME["timm vit"].input()
+    edit(model)
+    exact = output(model, x)
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    assert {each.dtype for each in (*half.parameters(), *half.buffers())} == {torch.bfloat16}
+    assert output(half, x.bfloat16()).isfinite().all()
+    back = copy.deepcopy(model).double().float()
+    assert torch.equal(output(back, x), exact)
+    model.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = output(model, x).float().square().mean()
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@each_edit
+def test_in_distributed_data_parallel(edit, tmp_path) -> None:
+    """The same gradients, of what is learned too, and buffers that it may broadcast."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, x = vit().train(), BY_NAME["timm vit"].input(dtype=torch.float64)
+        edit(model)
+        alone = copy.deepcopy(model)
+        replicated = nn.parallel.DistributedDataParallel(model)
+        for each in (replicated, alone):
+            for _ in range(2):
+                each.zero_grad()
+                each(x).square().sum().backward()
+        for (name, a), b in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, msg=name)
+        assert all(map(torch.equal, model.buffers(), alone.buffers()))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_both_edits_of_a_layer_and_others_around_it() -> None:
     """An operation before the layer, which marks its class, and an edit of its weight, in either order."""
     x = BY_NAME["timm vit"].input(dtype=torch.float64)
