@@ -11,17 +11,19 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 
 from wellposed.environment import without_secrets
 from wellposed.files import write_json
-from wellposed.probes import Alarm
 from wellposed.run_records import NAME, RunLog, current, read_run, summarise
 from wellposed.text import nearest
 from wellposed.train.recipe import Recipe
 from wellposed.train.screen import EndTable, Screen, end_table, make_screen, status_parts, time_left
+
+if TYPE_CHECKING:
+    from wellposed.probes import Alarm
 
 
 class Reporter:
@@ -141,7 +143,7 @@ class Reporter:
         self.event("train", update=update, **numbers, images=images)
         self._track(update, {f"train/{name}": value for name, value in numbers.items()})
 
-    def measured(self, update: int, numbers: Mapping[str, float], alarms: Iterable[Alarm] = ()) -> None:
+    def measured(self, update: int, numbers: Mapping[str, float], alarms: "Iterable[Alarm]" = ()) -> None:
         """What the monitor gives, with its alarms; an empty mapping is no measurement."""
         if self._main and numbers:
             self.event("monitor", update=update, **numbers)
