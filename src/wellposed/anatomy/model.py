@@ -64,7 +64,7 @@ class Block:
                 return join_names(self.name, name), child
         place = self.place("attention.end")
         if isinstance(place, str):
-            raise ValueError(f"{self.name} has no attention: {place}.")
+            raise ValueError(f"{self.name} has no module that is its attention: {place}.")
         return place.name, place.owner
 
     def _layout(self) -> Layout:
@@ -157,7 +157,9 @@ def _known(model: nn.Module, *, ran: bool = False) -> tuple[_Rows, list[nn.Modul
     splitters: dict[str, str] = {}
     for name, module in model.named_modules():
         remember_loops(module)
-        row = block_row(module) or proven_row(module)
+        outer = f"{rows[-1][0]}." if rows and rows[-1][0] else ""
+        is_part = bool(rows) and name.startswith(outer)  # of a block; where it stands alone it may be one
+        row = block_row(module) or (None if is_part else proven_row(module))
         around = next((part for part in splitters if name.startswith(part)), None)
         if row is not None and around is not None:
             why = splitters[around] or row.refused
@@ -185,11 +187,15 @@ def _refuse_meta(model: nn.Module, known: _Rows, unknown: list[nn.Module]) -> No
     doubtful = {cls for cls in classes if cls.__module__.partition(".")[0] in LIBRARIES}
     if not known or doubtful:
         names = ", ".join(sorted(f"{cls.__name__}{version_of(cls)}" for cls in doubtful or classes))
-        raise UnknownModelError(
-            f"{type(model).__name__} is on the meta device, where it cannot be run to find its blocks, and "
-            f"holds what is not known without a run: {names}. Edit it on another device, or edit a small "
-            "model of the same classes first: what was found is kept for this process."
-        )
+        raise _not_on_meta(model, f"blocks, and holds what is not known without a run: {names}")
+
+
+def _not_on_meta(model: nn.Module, what: str) -> UnknownModelError:
+    return UnknownModelError(
+        f"{type(model).__name__} is on the meta device, where it cannot be run to find its {what}. Edit it "
+        "on another device, or edit a small model of the same classes first: what was found is kept for this "
+        "process."
+    )
 
 
 def _found(model: nn.Module, example: Any, known: _Rows) -> tuple[_Rows, str]:
@@ -265,7 +271,7 @@ def no_attention(block: Block) -> str:
 
 
 def embeddings(model: nn.Module, example: Any = None) -> list[Embedding]:
-    """The patch embeddings of a model. Raises where there is none that the table knows."""
+    """The patch embeddings of a model. Raises where a run shows none."""
     blocks(model, example)  # an unknown model gets the error about models
     found = _taught_embeddings(model) or _proven_embeddings(model)
     if not found:
@@ -275,6 +281,8 @@ def embeddings(model: nn.Module, example: Any = None) -> list[Embedding]:
         if example is not None:
             prove(model, given_example(model, example))
         found = _proven_embeddings(model)
+    if not found and any(parameter.is_meta for parameter in model.parameters()):
+        raise _not_on_meta(model, "patch embedding")
     if not found:
         raise ValueError(
             f"found no patch embedding that wellposed knows in {type(model).__name__}; "

@@ -410,8 +410,11 @@ def block_signature(block: nn.Module) -> str:
 
 
 def _shallow_signature(module: nn.Module) -> str:
-    """Of a whole model: its class and settings, and the classes of what it is made of."""
-    children = [(name, own_class(child).__qualname__) for name, child in module.named_children()]
+    """Of a whole model: its class, and the classes and settings of what it is made of."""
+    children = [
+        (name, own_class(child).__qualname__, _may_add(own_class(child)) and _settings(child))
+        for name, child in module.named_children()
+    ]
     text = repr((_class_key(own_class(module)), children))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 

@@ -1,8 +1,7 @@
 """The table: what a run of a model cannot tell, and what it was taught.
 
 PyTorch's encoder layer has a fused kernel in evaluation that does both adds inside, where no run sees them.
-The embeddings name the places of known families; those of others are found by
-:mod:`wellposed.anatomy.places`.
+Patch embeddings are found by :mod:`wellposed.anatomy.places`, but for two.
 """
 
 from typing import TypeVar, cast
@@ -50,41 +49,12 @@ BLOCKS: dict[str, BlockRow] = {
     ),
 }
 
-_OVERLAPPING = "its stem is a stack of overlapping convolutions, there is no pixel-patch matrix"
-
 EMBEDDINGS: dict[str, EmbeddingRow] = {
+    # Many classes of models hold it, which would need a run each, and on the meta device there is none.
     "timm.layers.patch_embed.PatchEmbed": EmbeddingRow("timm", layout=_timm_patch_layout),
-    # Its later stages use the same embedding class again, so the row goes by the model.
-    "timm.models.pvt_v2.PyramidVisionTransformerV2": EmbeddingRow(
-        "timm PVT v2", after("patch_embed"), None, _OVERLAPPING, layout="NHWC"
-    ),
-    "timm.models.xcit.ConvPatchEmbed": EmbeddingRow(
-        "timm XCiT", patch_convolution=None, no_pixels=_OVERLAPPING
-    ),
-    "timm.models.convmixer.ConvMixer": EmbeddingRow(
-        "timm ConvMixer", after("stem.2"), "stem.0", layout="NCHW"
-    ),
-    **{
-        f"transformers.models.{module}.modeling_{module}.{name}PatchEmbeddings": EmbeddingRow(
-            f"transformers {name}", patch_convolution="projection"
-        )
-        for module, name in (
-            ("vit", "ViT"),
-            ("deit", "DeiT"),
-            ("vit_mae", "ViTMAE"),
-            ("dinov2", "Dinov2"),
-            ("beit", "Beit"),
-            ("swin", "Swin"),
-        )
-    },
-    "transformers.models.dinov3_vit.modeling_dinov3_vit.DINOv3ViTEmbeddings": EmbeddingRow(
-        "transformers DINOv3", after("patch_embeddings"), "patch_embeddings", layout="NCHW"
-    ),
-    "torchvision.models.vision_transformer.VisionTransformer": EmbeddingRow(
-        "torchvision ViT", after("conv_proj"), "conv_proj", layout="NCHW"
-    ),
-    "torchvision.models.swin_transformer.SwinTransformer": EmbeddingRow(
-        "torchvision Swin", after("features.0.2"), "features.0.0", layout="NHWC"
+    # A run takes the norm that follows for a part of the embedding; the patches are what comes before it.
+    "transformers.models.swin.modeling_swin.SwinPatchEmbeddings": EmbeddingRow(
+        "transformers Swin", patch_convolution="projection"
     ),
 }
 

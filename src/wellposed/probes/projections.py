@@ -362,13 +362,14 @@ def _patterns() -> str:
 
 def _unknown(name: str, module: nn.Module, wanted: str) -> ValueError:
     def those(is_one: Callable[[nn.Module], bool]) -> str:
-        return ", ".join(path for path, child in module.named_modules() if path and is_one(child))
+        paths = [path for path, child in module.named_modules() if path and is_one(child)]
+        return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
     found = "no linear layer"
     if linears := those(lambda child: _layer(child) is not None):
         found = f"the linear layers {linears}"
     elif convolutions := those(lambda child: isinstance(child, nn.Conv1d | nn.Conv2d | nn.Conv3d)):
-        found = f"convolutions, {convolutions},"
+        found = f"the convolutions {convolutions}"
     return ValueError(
         f"expected {wanted} in {name} ({type(module).__name__}), found {found} in it; name the layers as one "
         "of the libraries does."
