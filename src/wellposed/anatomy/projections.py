@@ -21,9 +21,12 @@ PROJECTIONS: tuple[dict[str, str], ...] = (
     {"q": "query", "k": "key", "v": "value"},
     {"q": "attention.query", "k": "attention.key", "v": "attention.value"},
     {"q": "self.query", "k": "self.key", "v": "self.value"},
+    {"q": "q_lin", "k": "k_lin", "v": "v_lin"},
+    {"qkv": "c_attn"},
 )
-OUTPUTS = ("proj", "o_proj", "out_proj", "output.dense")
-HEAD_COUNTS = ("num_heads", "num_attention_heads")
+OUTPUTS = ("proj", "o_proj", "out_proj", "output.dense", "dense", "out_lin", "c_proj")
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "h")
+"""What modules call the number of their heads."""
 
 
 @dataclass(frozen=True)

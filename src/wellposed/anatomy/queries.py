@@ -34,6 +34,7 @@ from wellposed.anatomy.cores import (
 from wellposed.anatomy.example import LIBRARIES, Example, eagerly, given_example, made_examples, preserved
 from wellposed.anatomy.loops import close_loop, encoder_of, open_loop
 from wellposed.anatomy.model import Block
+from wellposed.anatomy.projections import HEAD_COUNTS
 from wellposed.anatomy.proof import as_built, block_signature, own_class, proofs
 from wellposed.interrupts import let_through
 
@@ -45,8 +46,6 @@ CLASS = "the class token alone attends there, the edit is of attention among all
 NO_CORE = f"no softmax over tokens and product with values was seen in it; {INSTEAD}"
 _GIVE_EXAMPLE = "it takes a run of the model to find its query: give an input as example="
 _META = "it is on the meta device, where no run can find its query; edit it on another device"
-HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "h")
-"""What modules call the number of their heads."""
 
 
 @dataclass(frozen=True)
