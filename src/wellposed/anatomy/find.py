@@ -90,6 +90,17 @@ def find_blocks(model: nn.Module, flow: Flow, batch: int = 1) -> list[Found]:
     return found
 
 
+def seen_instead(flow: Flow) -> str:
+    """What a run without blocks has shown."""
+    if flow.residuals:
+        owners = {type(_owner_call(residual).module).__name__ for residual in flow.residuals}
+        return f"skips in {', '.join(sorted(owners))} around convolutions, none around attention or an MLP"
+    owners = {type(op.call.module).__name__ for op in flow.trace.ops if op.spot and op.call}
+    if owners:
+        return f"adds in {', '.join(sorted(owners))}, none of a tensor and what layers have made of it"
+    return "no add of tensors"
+
+
 def _is_more_than_local(group: _Group, kinds: dict[int, Kind]) -> bool:
     return any(kinds[id(residual)] != "spatial" for residual in group.residuals)
 

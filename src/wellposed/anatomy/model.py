@@ -26,7 +26,7 @@ from wellposed.anatomy.proof import (
 )
 from wellposed.anatomy.rows import BlockRow, EmbeddingRow, Layout, Position, Side, Tap
 from wellposed.anatomy.subclass import inner
-from wellposed.anatomy.table import block_row, embedding_row, unknown_model
+from wellposed.anatomy.table import GIVE_EXAMPLE, block_row, embedding_row, unknown_model
 from wellposed.errors import SeamError, UnknownModelError, WrappedModelError
 
 BlockSelection = int | slice | Iterable[int] | None
@@ -118,24 +118,25 @@ def blocks(model: nn.Module, example: Any = None) -> list[Block]:
     Raises :class:`~wellposed.errors.UnknownModelError` where there is none.
     """
     rows, unknown = _known(model, ran=example is not None)
-    trouble = ""
+    seen = "No run would show one: its classes are torch's own, or were seen to add no skips."
     if unknown:
         if any(parameter.is_meta for parameter in model.parameters()):
             _refuse_meta(model, rows, unknown)
         else:
-            rows, trouble = _found(model, example, rows)
+            rows, seen = _found(model, example, rows)
     if not rows:
-        raise unknown_model(model, trouble)
+        raise unknown_model(model, seen)
     return [Block(index, *found) for index, found in enumerate(rows)]
 
 
 def refusal(found: list[Block]) -> SeamError:
     """The error for blocks that were seen and can be neither edited nor measured."""
     reasons = {type(block.module): block.row.refused for block in found}
-    said = "; ".join(f"{cls.__name__}{version_of(cls)}: {reason}" for cls, reason in reasons.items())
+    said = "; ".join(f"{cls.__name__}{version_of(cls)}: {why.rstrip('.')}" for cls, why in reasons.items())
+    other = ", or install a version that is tested" if any(map(version_of, reasons)) else ""
     return SeamError(
         f"{found[0].name}{f' and {len(found) - 1} more' if len(found) > 1 else ''} cannot be edited. {said}. "
-        "Describe the class with wellposed.anatomy.teach, or install a version that is tested."
+        f"Describe the class with wellposed.anatomy.teach{other}."
     )
 
 
@@ -199,16 +200,17 @@ def _not_on_meta(model: nn.Module, what: str) -> UnknownModelError:
 
 
 def _found(model: nn.Module, example: Any, known: _Rows) -> tuple[_Rows, str]:
-    """The blocks after a run of the model, and what went wrong with it, if it could not be run."""
+    """The blocks after a run of the model, and for an error what it has shown, or why there was none."""
     if example is not None:
         runs = [("", model, given_example(model, example))]
     else:
         runs = made_examples(model)
     if not runs:
-        return known, ""
+        return known, GIVE_EXAMPLE
+    seen = []
     for _, part, one in runs:
         try:
-            prove(part, one)
+            seen.append(f"A run of {type(part).__name__} showed {prove(part, one)}.")
         except SeamError:
             raise
         except Exception as error:
@@ -221,8 +223,8 @@ def _found(model: nn.Module, example: Any, known: _Rows) -> tuple[_Rows, str]:
                     f"{len(known)} blocks of {type(model).__name__} are known, but not whether there are "
                     f"others: {trouble}\nGive an input of the model as example=."
                 ) from error
-            return known, trouble
-    return _known(model)[0], ""
+            return known, f"{trouble}\n{GIVE_EXAMPLE}"
+    return _known(model)[0], "\n".join(seen)
 
 
 def plain_numbers(given: int | Iterable[int]) -> int | list[int]:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from wellposed.anatomy.example import Example, eagerly, preserved
-from wellposed.anatomy.find import Found, add_places, find_blocks, refused_row
+from wellposed.anatomy.find import Found, add_places, find_blocks, refused_row, seen_instead
 from wellposed.anatomy.flow import Flow
 from wellposed.anatomy.loops import Loop, encoder_of, loop_at, looped_class, open_loops, opened, remember
 from wellposed.anatomy.places import find_embeddings
@@ -172,10 +172,13 @@ def is_quiet(module: nn.Module, *, ran: bool) -> bool:
     return not _may_add(cls) or _class_key(cls) in known
 
 
-def prove(model: nn.Module, example: Example) -> list[Found]:
+def prove(model: nn.Module, example: Example) -> str:
     """Find the blocks of a model in a run of it, prove them in a second one, and remember them.
 
     Where skips are added in the loop of an encoder, a run more shows its layers one by one.
+
+    Returns:
+        What was seen, for an error.
     """
     with preserved(model), eagerly(), as_built(model), torch.inference_mode(False):
         model.eval()
@@ -190,7 +193,7 @@ def prove(model: nn.Module, example: Example) -> list[Found]:
             proofs().loops[_class_key(own_class(encoder))] = loops
             remember(encoder, loops)
         _remember(model, example, flow, found)
-    return found
+    return f"{len(found)} blocks" if found else seen_instead(flow)
 
 
 def _looped(flow: Flow) -> list[tuple[nn.Module, tuple[Loop, ...]]]:

@@ -116,17 +116,23 @@ def attention_row(module: nn.Module) -> AttentionRow | None:
 def families() -> list[str]:
     """The families that are known without a run: those of the table, and those that were proven."""
     rows = [*BLOCKS.values(), *proofs().rows.values()]
-    return list(dict.fromkeys(row.family for row in rows if not row.refused))
+    return sorted({row.family for row in rows if not row.refused})
 
 
-def unknown_model(model: nn.Module, trouble: str = "") -> UnknownModelError:
-    """The error for a model without a known block."""
-    name = type(model).__name__
+GIVE_EXAMPLE = (
+    "A model of one's own is run once to find its blocks: give an input as example=, such as\n"
+    "    wp.remove_skips(model, example=torch.randn(1, 3, 224, 224))"
+)
+
+
+def unknown_model(model: nn.Module, seen: str) -> UnknownModelError:
+    """The error for a model without a known block.
+
+    Args:
+        seen: what a run has shown instead, or how to make one.
+    """
     return UnknownModelError(
-        f"found no transformer block in {name}.\n"
-        + (f"{trouble}\n" if trouble else "")
-        + "A model of one's own is run once to find its blocks: give an input as example=, such as\n"
-        "    wp.remove_skips(model, example=torch.randn(1, 3, 224, 224))\n"
+        f"found no transformer block in {type(model).__name__}.\n{seen}\n"
         f"Known without a run: {'; '.join(families())}.\n"
         "Teach it a class whose blocks a run does not show, with the adds of its forward in order:\n"
         "    from wellposed.anatomy import Add, BlockRow, after, taps, teach, verify\n"
