@@ -158,9 +158,9 @@ def _known(model: nn.Module, *, ran: bool = False) -> tuple[_Rows, list[nn.Modul
     splitters: dict[str, str] = {}
     for name, module in model.named_modules():
         remember_loops(module)
-        outer = f"{rows[-1][0]}." if rows and rows[-1][0] else ""
-        is_part = bool(rows) and name.startswith(outer)  # of a block; where it stands alone it may be one
-        row = block_row(module) or (None if is_part else proven_row(module))
+        row = block_row(module) or proven_row(module)
+        if row is not None and any(_shares_joins(outer, name, module) for outer in rows):
+            row = None  # a part of a block, which is a block itself where it stands alone
         around = next((part for part in splitters if name.startswith(part)), None)
         if row is not None and around is not None:
             why = splitters[around] or row.refused
@@ -177,6 +177,15 @@ def _known(model: nn.Module, *, ran: bool = False) -> tuple[_Rows, list[nn.Modul
     within = {id(part) for _, block, _ in rows for part in block.modules()}
     unknown = [module for module in others if id(module) not in within]
     return rows, [m for m in unknown if encoder_of(m) is not None or not is_quiet(m, ran=ran)]
+
+
+def _shares_joins(outer: tuple[str, nn.Module, BlockRow], name: str, module: nn.Module) -> bool:
+    """Whether a module holds joins of a block around it."""
+    outer_name, block, row = outer
+    if outer_name and not name.startswith(f"{outer_name}."):
+        return False
+    owners = {id(block.get_submodule(add.site.path)) for add in row.adds if add.site}
+    return any(id(part) in owners for part in module.modules())
 
 
 def _refuse_meta(model: nn.Module, known: _Rows, unknown: list[nn.Module]) -> None:
