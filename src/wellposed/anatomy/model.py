@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from wellposed.anatomy.example import LIBRARIES, given_example, made_examples
+from wellposed.anatomy.example import LIBRARIES, examples_of
 from wellposed.anatomy.find import refused_row
 from wellposed.anatomy.loops import encoder_of
 from wellposed.anatomy.places import IN_PIECES
@@ -210,10 +210,7 @@ def _not_on_meta(model: nn.Module, what: str) -> UnknownModelError:
 
 def _found(model: nn.Module, example: Any, known: _Rows) -> tuple[_Rows, str]:
     """The blocks after a run of the model, and for an error what it has shown, or why there was none."""
-    if example is not None:
-        runs = [("", model, given_example(model, example))]
-    else:
-        runs = made_examples(model)
+    runs = examples_of(model, example)
     if not runs:
         return known, GIVE_EXAMPLE
     seen = []
@@ -287,10 +284,8 @@ def embeddings(model: nn.Module, example: Any = None) -> list[Embedding]:
     found = _taught_embeddings(model) or _proven_embeddings(model)
     if not found:
         # Its blocks were known, so that it was not run yet.
-        for _, part, one in made_examples(model) if example is None else []:
+        for _, part, one in examples_of(model, example):
             prove(part, one)
-        if example is not None:
-            prove(model, given_example(model, example))
         found = _proven_embeddings(model)
     if not found and any(parameter.is_meta for parameter in model.parameters()):
         raise _not_on_meta(model, "patch embedding")

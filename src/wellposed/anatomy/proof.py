@@ -30,7 +30,7 @@ from wellposed.anatomy.flow import Flow
 from wellposed.anatomy.loops import Loop, encoder_of, loop_at, looped_class, open_loops, opened, remember
 from wellposed.anatomy.places import find_embeddings
 from wellposed.anatomy.rows import Add, BlockRow, EmbeddingRow, Position, Site, Tap
-from wellposed.anatomy.seam import block_joins, close_seam, is_seamed, join_name, joins, open_seam
+from wellposed.anatomy.seam import block_joins, is_seamed, join_name, joins, opened_seams
 from wellposed.anatomy.source import wrapped_functions
 from wellposed.anatomy.subclass import (
     PackedQueryAttention,
@@ -39,7 +39,7 @@ from wellposed.anatomy.subclass import (
     own_class_of,
     set_class,
 )
-from wellposed.anatomy.trace import trace, without_fast_path
+from wellposed.anatomy.trace import removing, trace, without_fast_path
 from wellposed.errors import SeamError
 
 INSERTED = ("inserted_before", "inserted_after", "inserted_query")
@@ -276,15 +276,12 @@ def _streams(model: nn.Module, found: list[Found], example: Example) -> list[Ten
     def see(module: nn.Module, args: Any, kwargs: Any, place: int = 0) -> None:
         seen.setdefault(id(module), [*args, *kwargs.values()][place].detach().clone())
 
-    try:
+    with removing(handles):
         for block in found:
             hook = functools.partial(see, place=block.row.stream)
             handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
         with torch.no_grad(), without_fast_path():
             example.run(model)
-    finally:
-        for handle in handles:
-            handle.remove()
     return [seen.get(id(block.module)) for block in found]
 
 
@@ -300,11 +297,8 @@ def _run_seamed(model: nn.Module, found: list[Found], example: Example, expected
     """Run the model with its adds as joins and count these. Raises where the output is another one."""
     counts = {block.name: 0 for block in found}
     handles: list[Any] = []
-    opened: list[Found] = []
-    try:
+    with opened_seams([(block.module, block.row) for block in found]), removing(handles):
         for block in found:
-            open_seam(block.module, block.row)
-            opened.append(block)
 
             def count(*args: Any, name: str = block.name) -> None:
                 counts[name] += 1
@@ -312,11 +306,6 @@ def _run_seamed(model: nn.Module, found: list[Found], example: Example, expected
             handles += [j.register_forward_hook(count) for j in block_joins(block.module, block.row)]
         with torch.no_grad(), without_fast_path():
             output = example.run(model)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for block in opened:
-            close_seam(block.module, block.row)
     pairs = zip(_tensors(output), _tensors(expected), strict=True)
     if not all(torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs):
         raise SeamError(

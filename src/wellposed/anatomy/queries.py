@@ -9,6 +9,7 @@ that is zero at initialisation would not be seen.
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -29,13 +30,15 @@ from wellposed.anatomy.cores import (
     Heads,
     Reach,
     Seen,
+    at_least_float32,
     watching_cores,
 )
-from wellposed.anatomy.example import LIBRARIES, Example, eagerly, given_example, made_examples, preserved
+from wellposed.anatomy.example import LIBRARIES, Example, eagerly, examples_of, preserved
 from wellposed.anatomy.loops import close_loop, encoder_of, open_loop
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.projections import HEAD_COUNTS
 from wellposed.anatomy.proof import as_built, block_signature, own_class, proofs
+from wellposed.anatomy.trace import removing
 from wellposed.interrupts import let_through
 
 BIASED = (
@@ -89,10 +92,7 @@ def _proven_by_runs(model: nn.Module, missing: list[Block], example: Any) -> str
     """Find the queries of some blocks and remember them. Returns why there was no run, if there was none."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return _META
-    if example is not None:
-        runs = [("", model, given_example(model, example))]
-    else:
-        runs = made_examples(model)
+    runs = examples_of(model, example)
     if not runs:
         return _GIVE_EXAMPLE
     with preserved(model), eagerly(), as_built(model), torch.inference_mode(False), torch.no_grad():
@@ -160,7 +160,7 @@ def _run_up_to(
 ) -> None:
     """Show the arguments of some blocks until ``see`` has seen enough."""
     handles: list[Any] = []
-    try:
+    with suppress(_ReachedAllError), removing(handles):
         for key, block in wanted.items():
 
             def hook(_: Any, args: Any, kwargs: Any, key: str = key) -> None:
@@ -169,11 +169,6 @@ def _run_up_to(
 
             handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
         example.run(model)
-    except _ReachedAllError:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _with_learned_noise(model: nn.Module, calls: list[_Call], example: Example) -> list[_Call]:
@@ -236,7 +231,7 @@ class _Twin:
         self.size = 0
         self.given: list[Tensor] = []
         self.module = _randomised(copy.deepcopy(block.module))
-        self.args, self.kwargs = tree_map_only(Tensor, _wide, (args, kwargs))
+        self.args, self.kwargs = tree_map_only(Tensor, at_least_float32, (args, kwargs))
         attention = _attention_path(block)
         self.attention = self.module.get_submodule(attention) if attention is not None else None
 
@@ -279,10 +274,6 @@ def _randomised(block: nn.Module) -> nn.Module:
         else:
             parameter.normal_(std=1.5 * max(parameter[0].numel(), 1) ** -0.5)
     return block
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _found(twin: _Twin) -> FoundQuery | str:
