@@ -270,6 +270,13 @@ def test_in_distributed_data_parallel(edit, tmp_path) -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_projections_as_distilbert_names_them() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DistilBertConfig(dim=16, n_layers=1, n_heads=2, hidden_dim=32, vocab_size=20)
+    made = wp.condition_weights(transformers.DistilBertModel(config), strength=1.0)
+    assert {edit.module.rpartition(".")[2] for edit in made} == {"q_lin", "k_lin", "v_lin"}
+
+
 def test_both_edits_of_a_layer_and_others_around_it() -> None:
     """An operation before the layer, which marks its class, and an edit of its weight, in either order."""
     x = BY_NAME["timm vit"].input(dtype=torch.float64)

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_iter
 
 from wellposed.anatomy.flow import PRODUCTS, VIEWS
 from wellposed.anatomy.masks import FUSED, MULTI_HEAD
+from wellposed.anatomy.trace import removing, without_fast_path
 from wellposed.linalg.precision import full_float32, without_autocast
 
 HIDDEN = 1e4
@@ -122,31 +123,14 @@ def watching_cores(block: nn.Module) -> Iterator[Seen]:
     """Inside, a run of the block shows its attentions and the results of its modules."""
     watch = _Watch()
     handles: list[Any] = []
-    fast = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
+    with removing(handles):
         for path, module in block.named_modules():
             handles.append(module.register_forward_pre_hook(watch.enter, with_kwargs=True))
-            leave = _Leave(watch, path)
+            leave = functools.partial(watch.leave, path)
             handles.append(module.register_forward_hook(leave, always_call=True))
-        with watch:
+        with without_fast_path(), watch:
             yield watch.seen
-        for core in watch.open_cores:
-            if core.value is not None:
-                watch.seen.cores.append(core)
-    finally:
-        for handle in handles:
-            handle.remove()
-        torch.backends.mha.set_fastpath_enabled(fast)
-
-
-@dataclass
-class _Leave:
-    watch: "_Watch"
-    path: str
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.watch.leave(self.path, module, output)
+        watch.seen.cores += [core for core in watch.open_cores if core.value is not None]
 
 
 class _Watch(TorchFunctionMode):
@@ -165,7 +149,7 @@ class _Watch(TorchFunctionMode):
         self._stack.append(id(module))
         self._given.append(given)
 
-    def leave(self, path: str, module: nn.Module, output: Any) -> None:
+    def leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         if not self._stack:
             return
         self._stack.pop()

@@ -10,7 +10,6 @@ from typing import cast
 from torch import Tensor, nn
 
 from wellposed.anatomy.model import join_names
-from wellposed.anatomy.queries import HEAD_COUNTS
 from wellposed.anatomy.subclass import inner
 
 # Which of q, k and v a layer makes, stacked in this order, and its path in the attention module.
@@ -28,8 +27,14 @@ PROJECTIONS: tuple[dict[str, str], ...] = (
     {"q": "to_q", "kv": "to_kv"},
     {"qkv": "to_qkv"},
     {"qkv": "attention.qkv"},
+    {"qkv": "c_attn"},
 )
-OUTPUTS = ("proj", "o_proj", "out_proj", "output.dense", "out_lin", "to_out", "to_out.0", "wo")
+OUTPUTS = (
+    *("proj", "o_proj", "out_proj", "output.dense", "out_lin"),
+    *("to_out", "to_out.0", "wo", "dense", "c_proj"),
+)
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "h")
+"""What modules call the number of their heads."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ that is zero at initialisation would not be seen.
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -29,12 +30,15 @@ from wellposed.anatomy.cores import (
     Heads,
     Reach,
     Seen,
+    at_least_float32,
     watching_cores,
 )
-from wellposed.anatomy.example import LIBRARIES, Example, eagerly, given_example, made_examples, preserved
+from wellposed.anatomy.example import LIBRARIES, Example, eagerly, examples_of, preserved
 from wellposed.anatomy.loops import close_loop, encoder_of, open_loop
 from wellposed.anatomy.model import Block
+from wellposed.anatomy.projections import HEAD_COUNTS
 from wellposed.anatomy.proof import as_built, block_signature, own_class, proofs
+from wellposed.anatomy.trace import removing
 from wellposed.interrupts import let_through
 
 BIASED = (
@@ -45,8 +49,6 @@ CLASS = "the class token alone attends there, the edit is of attention among all
 NO_CORE = f"no softmax over tokens and product with values was seen in it; {INSTEAD}"
 _GIVE_EXAMPLE = "it takes a run of the model to find its query: give an input as example="
 _META = "it is on the meta device, where no run can find its query; edit it on another device"
-HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "h")
-"""What modules call the number of their heads."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,7 @@ def see_calls(
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         return True
-    if example is not None:
-        runs = [("", model, given_example(model, example))]
-    else:
-        runs = made_examples(model)
+    runs = examples_of(model, example)
     if not runs:
         return True
     with preserved(model), eagerly(), as_built(model), torch.inference_mode(False), torch.no_grad():
@@ -177,7 +176,7 @@ def _run_up_to(
 ) -> None:
     """Show the arguments of some blocks until ``see`` has seen enough."""
     handles: list[Any] = []
-    try:
+    with suppress(_ReachedAllError), removing(handles):
         for key, block in wanted.items():
 
             def hook(_: Any, args: Any, kwargs: Any, key: str = key) -> None:
@@ -186,11 +185,6 @@ def _run_up_to(
 
             handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
         example.run(model)
-    except _ReachedAllError:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _with_learned_noise(model: nn.Module, calls: list[_Call], example: Example) -> list[_Call]:
@@ -253,7 +247,7 @@ class Twin:
         self.size = 0
         self.given: list[Tensor] = []
         self.module = _randomised(copy.deepcopy(block.module))
-        self.args, self.kwargs = tree_map_only(Tensor, _wide, (args, kwargs))
+        self.args, self.kwargs = tree_map_only(Tensor, at_least_float32, (args, kwargs))
         attention = _attention_path(block)
         self.attention = self.module.get_submodule(attention) if attention is not None else None
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.anatomy.model import Block, BlockSelection
+from wellposed.errors import NoMeaningError
 from wellposed.probes.attention_maps import Source, no_attention, watching_attention
 from wellposed.probes.images import image_batches
 from wellposed.probes.observe import plain
@@ -103,9 +104,10 @@ class DensityProbe:
             reasons = dict.fromkeys(
                 f"{type(block.module).__name__}: {no_attention(block)}" for block in found
             )
-            raise ValueError(
+            raise NoMeaningError(
                 f"expected a block with attention over tokens, got none ({'; '.join(reasons)}); "
-                "density is a property of attention."
+                "density is a property of attention.",
+                tuple(dict.fromkeys(map(no_attention, found))),
             )
         self.found, self.images, self.strict = found, images, strict
         self._seen: dict[int, list[_Density]] = {block.index: [] for block in found}

@@ -37,9 +37,6 @@ The convolution's image is (B, D, H, W). What goes into attention keeps the axes
 (B', H, W, D), and where a model puts the tokens of all images below one another, it is (1, B' N, D).
 """
 
-# And with the weight the other way round (GPT-2).
-_PROJECTIONS: tuple[dict[str, str], ...] = (*PROJECTIONS, {"qkv": "c_attn"})
-_OUTPUTS = (*OUTPUTS, "dense", "c_proj")
 # Of a gated MLP's two input layers, the one that goes through the activation.
 _GATES = ("gate_proj", "fc1_g", "w1")
 
@@ -120,15 +117,15 @@ def attention_projections(block: Block) -> AttentionProjections:
     name, attention = block.attention()
     if isinstance(attention, nn.MultiheadAttention):
         return _of_multihead_attention(name, attention)
-    for pattern in _PROJECTIONS:
+    for pattern in PROJECTIONS:
         layers = {letters: _linear(attention, path) for letters, path in pattern.items()}
         if all(layer is not None for layer in layers.values()):
             break
     else:
         raise _unknown(name, attention, f"the projections {_patterns()}")
-    out = next((layer for path in _OUTPUTS if (layer := _linear(attention, path))), None)
+    out = next((layer for path in OUTPUTS if (layer := _linear(attention, path))), None)
     if out is None:
-        raise _unknown(name, attention, f"the output projection {' or '.join(_OUTPUTS)}")
+        raise _unknown(name, attention, f"the output projection {' or '.join(OUTPUTS)}")
     maps: dict[str, Map] = {}
     sources: dict[str, Tensor] = {}
     for letters, layer in layers.items():
@@ -144,7 +141,7 @@ def attention_projections(block: Block) -> AttentionProjections:
     out_map = out.map()
     heads = head_count(name, attention)
     if isinstance(heads, str):
-        raise ValueError(f"{heads}.")
+        raise ValueError(heads)
     widths = [layer.W.shape[1] for layer in maps.values()]
     if len({*widths[:2]}) > 1 or widths[2] != len(out_map.W):
         raise ValueError(
@@ -341,18 +338,19 @@ def _between(mlp: nn.Module) -> str:
 
 
 def _patterns() -> str:
-    return " or ".join(f"({', '.join(pattern)})" for pattern in _PROJECTIONS[:3])
+    return " or ".join(f"({', '.join(pattern)})" for pattern in PROJECTIONS[:3])
 
 
 def _unknown(name: str, module: nn.Module, wanted: str) -> ValueError:
     def those(is_one: Callable[[nn.Module], bool]) -> str:
-        return ", ".join(path for path, child in module.named_modules() if path and is_one(child))
+        paths = [path for path, child in module.named_modules() if path and is_one(child)]
+        return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
     found = "no linear layer"
     if linears := those(lambda child: _layer(child) is not None):
         found = f"the linear layers {linears}"
     elif convolutions := those(lambda child: isinstance(child, nn.Conv1d | nn.Conv2d | nn.Conv3d)):
-        found = f"convolutions, {convolutions},"
+        found = f"the convolutions {convolutions}"
     return ValueError(
         f"expected {wanted} in {name} ({type(module).__name__}), found {found} in it; name the layers as one "
         "of the libraries does."
