@@ -4,9 +4,9 @@ import pytest
 import timm
 import torch
 
+from benchmarks.trainer import run as bench
 from short_runs import recipe
 from wellposed.train import Recipe
-from wellposed.train.bench import run as bench
 from wellposed.train.data import open_data
 from wellposed.train.loop import PacedMonitor
 from wellposed.train.optimizer import SCHEDULES, make_schedule
