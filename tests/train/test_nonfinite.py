@@ -22,7 +22,7 @@ def bad_update(monkeypatch):
     forward = Loop._forward
 
     def failing(self, module, update, number, batch):
-        if update == BAD and self.progress.rollbacks == 0:
+        if update == BAD:
             failing.times += 1
             with torch.no_grad():
                 batch.images[0] = float("inf")
@@ -70,31 +70,6 @@ def test_skip_leaves_one_update_out(tmp_path, bad_update) -> None:
     state = weights(tmp_path)
     assert all(value.isfinite().all() for value in state.values())
     assert state["optimizer/head.weight/step"] == 11  # of 12
-
-
-def test_rollback_goes_back_and_takes_another_order(tmp_path, bad_update) -> None:
-    result = run(tmp_path, on_nonfinite="rollback", checkpoint_every=4)
-    assert result.status == "finished"
-    (event,) = (line for line in read_run(tmp_path) if line["event"] == "rollback")
-    assert (event["update"], event["rollbacks"]) == (4, 1)
-    assert weights(tmp_path)["optimizer/head.weight/step"] == 12
-
-
-def test_rollbacks_end(tmp_path, monkeypatch) -> None:
-    """A run that always fails stops after the last rollback, with the status that tells it."""
-    forward = Loop._forward
-
-    def failing(self, module, update, number, batch):
-        loss, correct = forward(self, module, update, number, batch)
-        return (loss * float("nan") if update == 2 else loss), correct
-
-    monkeypatch.setattr(Loop, "_forward", failing)
-    result = run(tmp_path, on_nonfinite="rollback", epochs=1)
-    assert result.status == "nonfinite"
-    assert result.summary["rollbacks"] == 3
-    # Measured to explain it, although this run has no monitor.
-    report = json.loads((tmp_path / "nonfinite-00000002-3" / "report.json").read_text())
-    assert report["measured"]["kappa/0/input"] > 1
 
 
 class Normed(nn.Module):

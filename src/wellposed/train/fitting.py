@@ -19,7 +19,6 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from torch import Tensor
 
 from wellposed import graying_pictures
 from wellposed.environment import environment, without_secrets
@@ -32,7 +31,6 @@ from wellposed.train.checkpoint import Store, recover
 from wellposed.train.data import ImageData, UnreadableImageError
 from wellposed.train.export import ENVIRONMENT, Exported, Weights, export_weights
 from wellposed.train.loop import Loop, Status, first_test_images
-from wellposed.train.mae import MaskedAutoencoder, draw_reconstruction, fixed_mask_noise
 from wellposed.train.optimizer import check_optimizer
 from wellposed.train.parallel import (
     distribute,
@@ -50,7 +48,7 @@ from wellposed.train.recipe import Recipe
 from wellposed.train.reporter import Reporter, tracker_names
 from wellposed.train.resolve import Resolved, resolve
 from wellposed.train.runs import default_folder, open_folder
-from wellposed.train.tasks import Task, make_task
+from wellposed.train.tasks import make_task
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -208,7 +206,7 @@ def _train(resolved: Resolved, accelerator: "Accelerator", folder: Path, console
                 about=rows,
             ) as reporter,
         ):
-            for sentence in [*resolved.notes, *store.passed_over, *train.notes]:
+            for sentence in [*resolved.notes, *store.passed_over]:
                 reporter.say(sentence)
             if found:
                 reporter.say(f"resumes at update {loop.progress.update} of {loop.updates}.")
@@ -219,26 +217,14 @@ def _train(resolved: Resolved, accelerator: "Accelerator", folder: Path, console
                 last = loop.last_weights()
                 if is_first():
                     export("last", last)
-                    _draw(folder, task, images, resolved)
                     _keep_graying(folder, recipe, data, reporter)
                 reporter.event("finished", update=loop.progress.update)
-            # Streamed images that cannot be read are found as training goes.
-            reporter.about |= {"train_images": train.images, "test_images": test.images}
             summary = reporter.write_result(about) | {"status": status}
             table = reporter.table()
     wait_for_all()  # what the first process writes is there when any of them returns
     if is_first():
         console.print(table)
     return Result.of(status, folder, summary)
-
-
-def _draw(folder: Path, task: Task, images: Tensor | None, resolved: Resolved) -> None:
-    """What a masked autoencoder sees and what it makes of it, unless its weights are in pieces."""
-    mae, recipe, built = task.module, resolved.recipe, resolved.built
-    if not isinstance(mae, MaskedAutoencoder) or images is None or recipe.parallel != "ddp":
-        return
-    noise = fixed_mask_noise(recipe.seed, 0, len(images), mae.tokens).to(images.device)
-    draw_reconstruction(mae, images, noise, built.mean, built.std).save(folder / "reconstruction.png")
 
 
 def _keep_graying(folder: Path, recipe: Recipe, data: ImageData, reporter: Reporter) -> None:

@@ -24,7 +24,6 @@ from wellposed.probes import Monitor
 from wellposed.train.batches import Batch, EvalBatches, TrainBatches
 from wellposed.train.batches.order import seed_update
 from wellposed.train.checkpoint import Checkpoint, Store
-from wellposed.train.data.images import counted
 from wellposed.train.export import Weights
 from wellposed.train.optimizer import (
     EpsSchedule,
@@ -45,7 +44,6 @@ from wellposed.train.parallel import (
     is_first,
     is_recorded_here,
     largest,
-    of_all,
     rank,
     read,
     several,
@@ -67,7 +65,6 @@ Exporter = Callable[[str, Weights], None]
 
 LOOK_EVERY = 10
 """Updates between two looks at the guard and at requests to stop, where looking waits for the device."""
-MOST_ROLLBACKS = 3
 LEAST_SECONDS = 60.0
 """Between two checkpoints, where the recipe says nothing: small models finish an epoch in a second."""
 USUAL = 100
@@ -134,7 +131,6 @@ class Progress:
 
     update: int = 0
     best: float | None = None
-    rollbacks: int = 0
     monitor_every: int | None = None
     tested: int = 0
     """The last epoch whose end is dealt with: its test, or that it has none."""
@@ -225,7 +221,6 @@ class Loop:
         if monitor_images is not None:
             self.monitor = PacedMonitor(self._monitor_of(monitor_images), recipe.monitor_every)
         self._skipped = 0
-        self._unreadable = dict.fromkeys(("train", "test"), 0)
         # The best weights stay in memory until the next checkpoint and are written before it: a run that
         # resumes never finds them too old, and small models do not spend their time on writing files.
         self._best: Weights | None = None
@@ -234,14 +229,6 @@ class Loop:
     def run(self, reporter: Reporter, stop: Stop) -> Status:
         """All updates that are left."""
         self.reporter = reporter
-        if self.recipe.on_nonfinite == "rollback" and self.progress.update == 0:
-            self.save()
-        while (status := self._run_through(stop)) == "rollback":
-            pass
-        self._report_unreadable()
-        return status
-
-    def _run_through(self, stop: Stop) -> Status | Literal["rollback"]:
         batches = self.train.iterate(self.progress.update, self.updates)
         self.task.train_mode()
         self._measure_of_before()
@@ -341,7 +328,7 @@ class Loop:
 
     # Signals, and numbers that are not finite.
 
-    def _look(self, stop: Stop, update: int) -> Status | Literal["rollback"] | None:
+    def _look(self, stop: Stop, update: int) -> Status | None:
         """What the guard and the operating system have to say, the same on all processes."""
         skipped, first_bad = self.guard.read()
         if first_bad is not None and self.recipe.on_nonfinite != "skip":
@@ -366,24 +353,20 @@ class Loop:
             return "terminated"
         return None
 
-    def _nonfinite(self, update: int) -> Literal["nonfinite", "rollback"]:
-        """Explain a bad update, which the weights have not seen; then stop or go back."""
+    def _nonfinite(self, update: int) -> Status:
+        """Explain a bad update, which the weights have not seen, and stop."""
         self.progress.update = update
         folder = self._explain(update)
-        if self.recipe.on_nonfinite == "rollback" and self.progress.rollbacks < MOST_ROLLBACKS:
-            self._roll_back()
-            return "rollback"
         self.guard.reset()
         self.save()
         self.reporter.say(
             f"stopped before update {update}; a checkpoint has the weights before it, {folder} explains it. "
-            "on_nonfinite=skip or rollback continues by itself."
+            "on_nonfinite=skip continues without the update."
         )
         return "nonfinite"
 
     def _explain(self, update: int) -> str:
-        tries = f"-{self.progress.rollbacks}" if self.progress.rollbacks else ""
-        folder = self.store.folder.parent / f"nonfinite-{update:08d}{tries}"
+        folder = self.store.folder.parent / f"nonfinite-{update:08d}"
         if self.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier start, at the same update
         wait_for_all()
@@ -408,23 +391,6 @@ class Loop:
         self.reporter.warn(sentence)
         wait_for_all()
         return folder.name
-
-    def _roll_back(self) -> None:
-        rollbacks = self.progress.rollbacks + 1
-        checkpoint = self.store.newest() if is_first() else None
-        if not from_first(lambda: checkpoint is not None, self.device):
-            raise RuntimeError(
-                f"no whole checkpoint in {self.store.folder} to roll back to: "
-                f"{' '.join(self.store.passed_over) or 'there is none'}"
-            )
-        self.resume(checkpoint)
-        self.progress.rollbacks = rollbacks
-        self.train.reorder(rollbacks)
-        self.reporter.event("rollback", update=self.progress.update, rollbacks=rollbacks)
-        self.reporter.say(
-            f"rolled back to update {self.progress.update}, with another order of the images "
-            f"({rollbacks} of at most {MOST_ROLLBACKS})."
-        )
 
     # Measurements.
 
@@ -476,7 +442,6 @@ class Loop:
         tested = self.last_test = self._test(self.forward, self.task.module)
         averaged = None if self.ema is None else self._test(self.ema.module, self.ema.module)
         self.task.train_mode()
-        self._report_unreadable()
         if tested.nonfinite:
             self.reporter.warn(
                 f"the scores of {tested.nonfinite} of {tested.images} test images are not finite; they count "
@@ -513,19 +478,6 @@ class Loop:
         source = self.ema.module if self.ema is not None and is_average else self.module
         self._best = self._weights(source, chosen, note)
         return True
-
-    def _report_unreadable(self) -> None:
-        """Streamed images that cannot be read are found as training goes, by each process among its own."""
-        if not self.recipe.skip_unreadable or self.train.placement != "stream":
-            return
-        instead = {"train": "Others stand in for them.", "test": "They were skipped."}
-        splits: dict[str, TrainBatches | EvalBatches] = {"train": self.train, "test": self.test}
-        for split, batches in splits.items():
-            batches.unreadable[:] = found = of_all(batches.unreadable)
-            if len(found) > self._unreadable[split]:
-                sentence = counted(f"{self.recipe.data}, {split},", found, batches.images + len(found))
-                self.reporter.warn(f"{sentence} {instead[split]}")
-            self._unreadable[split] = len(found)
 
     def _tell_collapse(self) -> None:
         update, tests, best = self.progress.update, self.progress.collapsed, self.progress.best
@@ -567,11 +519,16 @@ class Loop:
         if self.ema is not None:
             restore_weights(self.ema.module, checkpoint, "ema")
         self._best = None
-        progress = self.progress = Progress(**state["progress"])
+        saved = dict(state["progress"])
+        if saved.pop("rollbacks", 0):
+            raise ValueError(
+                "an earlier version rolled the run back, and visits the images in another order since; "
+                "resume it with that version, or start again with --overwrite."
+            )
+        progress = self.progress = Progress(**saved)
         self.sums = Sums.resumed(progress, self.device)
         if progress.update > 0:
             self.eps.set(progress.update - 1)  # of the weights, which may be tested before the next update
-        self.train.reorder(progress.rollbacks)
         self.guard.reset()
         if self.monitor is not None and self.recipe.monitor_every is None:
             self.monitor.every = progress.monitor_every

@@ -177,7 +177,7 @@ class Guard:
         return int(left_out), int(first) if bad else None
 
     def reset(self) -> None:
-        """Forget what was; after a rollback."""
+        """Forget what was."""
         self._flag.zero_()
         self._state.copy_(torch.tensor([0.0, 0.0, -1.0], dtype=torch.float64))
 

@@ -162,15 +162,6 @@ def total(values: Tensor) -> Tensor:
     return values
 
 
-def of_all(sentences: list[str]) -> list[str]:
-    """Those of all processes, each once; all have them in the same order."""
-    if not several():
-        return sentences
-    found: list[Any] = [None] * world()
-    dist.all_gather_object(found, sentences)
-    return list(dict.fromkeys(sentence for part in found for sentence in part))
-
-
 def wait_for_all() -> None:
     if several():
         dist.barrier()

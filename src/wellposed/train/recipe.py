@@ -22,6 +22,7 @@ ValueError: ...mine.toml has an unknown field 'epoch'; did you mean 'epochs'?
 
 import dataclasses
 import functools
+import json
 import math
 import numbers
 import os
@@ -43,7 +44,7 @@ NONE = "none"
 Task = Literal["classify", "mae", "probe"]
 Placement = Literal["auto", "device", "stream"]
 Precision = Literal["fp32", "bf16"]
-OnNonfinite = Literal["stop", "skip", "rollback"]
+OnNonfinite = Literal["stop", "skip"]
 TRIVIAL_POLICY = "trivial"
 
 
@@ -72,7 +73,6 @@ class Recipe:
         "processes that decode streamed images; 0 decodes in the training process", free=True)
     limit: int | None = _field(None, "Data", "train on this many images only")
     holdout: float = _field(0.1, "Data", "share of the images to test on, where the set has no test split")
-    skip_unreadable: bool = _field(False, "Data", "skip images that cannot be read, instead of stopping")
 
     model: str = _field("test_vit", "Model", "a timm name, hf-hub:NAME or local-dir:FOLDER")
     image_size: int | None = _field(None, "Model",
@@ -158,8 +158,7 @@ class Recipe:
         "auto: tensorboard if it is installed; else names of Accelerate's trackers: wandb, mlflow, ...; none",
         free=True)
     on_nonfinite: OnNonfinite = _field("stop", "Run",
-        "what a NaN or infinite loss or gradient does: stop; skip the update; "
-        "rollback to the last checkpoint and another order of the data", free=True)
+        "what a NaN or infinite loss or gradient does: stop, or skip the update", free=True)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -175,7 +174,7 @@ class Recipe:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str = "the recipe") -> "Recipe":
         """A recipe of named values, also those of older versions; an unknown name is an error."""
-        values = with_edits(values)
+        values = without_removed(with_edits(values), source)
         require_known(values, source)
         return cls(**values)
 
@@ -210,6 +209,24 @@ def checked(name: str, value: Any) -> Any:
     value = fitting(name, value, field_types()[name])
     check_value(name, value)
     return value
+
+
+REMOVED: dict[str, tuple[Any, str]] = {
+    "skip_unreadable": (False, "wellposed pack --skip-unreadable makes a set without such images"),
+}
+"""Fields of earlier versions, with what they were by default and what to use instead."""
+
+
+def without_removed(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The fields without those that went, which may only say what is always so now.
+
+    >>> without_removed({"epochs": 3, "skip_unreadable": False}, "mine.toml")
+    {'epochs': 3}
+    """
+    for name, (default, instead) in REMOVED.items():
+        if values.get(name, default) != default:
+            raise ValueError(f"{source} has {name!r}, which is no field any more: {instead}.")
+    return {name: value for name, value in values.items() if name not in REMOVED}
 
 
 def require_known(names: Iterable[str], source: str) -> None:
@@ -367,9 +384,6 @@ def check_together(recipe: "Recipe") -> None:
         )
 
 
-_ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
-
-
 def table(values: Mapping[str, Any]) -> str:
     """One line a value."""
     return "\n".join(f"{_key(name)} = {value_text(value)}" for name, value in values.items())
@@ -396,18 +410,10 @@ def _key(name: str) -> str:
 
 
 def _string(text: str) -> str:
-    return f'"{"".join(map(_character, text))}"'
-
-
-def _character(character: str) -> str:
-    if character in _ESCAPES:
-        return _ESCAPES[character]
-    code = ord(character)
-    if 0xD800 <= code <= 0xDFFF:
-        raise ValueError(
-            f"TOML is UTF-8 text, got the byte {code & 0xFF:#04x} that is none; rename the file."
-        )
-    return f"\\u{code:04x}" if code < 0x20 or code == 0x7F else character
+    if any(0xD800 <= ord(character) <= 0xDFFF for character in text):
+        byte = next(ord(character) & 0xFF for character in text if 0xD800 <= ord(character) <= 0xDFFF)
+        raise ValueError(f"TOML is UTF-8 text, got the byte {byte:#04x} that is none; rename the file.")
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves this one as it is
 
 
 MOST_BYTES = 2**22
@@ -423,6 +429,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         values = with_edits(values)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{path}: {error}") from error
+    values = without_removed(values, str(path))
     require_known(values, str(path))
     return {name: _checked_in_file(name, value, path) for name, value in values.items()}
 

@@ -178,7 +178,7 @@ class Reporter:
     def event(self, event: str, /, *, update: int | None = None, **values: Any) -> None:
         """A line of ``run.jsonl``.
 
-        After "rollback" the numbers of updates later than its own no longer count; "finished" fills the bar.
+        "finished" fills the bar.
         """
         if self._log is None:
             return

@@ -62,7 +62,6 @@ def resolve(recipe: Recipe, device: torch.device, folder: Path, overwrite: bool 
         holdout=recipe.holdout,
         seed=recipe.seed,
         limit=recipe.limit,
-        skip_unreadable=recipe.skip_unreadable,
     )
     recipe, size_notes = with_batch_size(from_data(recipe, data), len(data.train), world())
 

@@ -76,17 +76,6 @@ def test_odd_passes_make_the_same_update_without_mixing() -> None:
     assert torch.equal(torch.cat([batch.labels for batch in passes]), whole.labels)
 
 
-def test_a_rollback_changes_the_order_and_zero_is_the_first() -> None:
-    train, _ = batches(arrays())
-    before = train.at(1)
-    train.reorder(1)
-    after = train.at(1)
-    assert not equal(before, after)
-    assert equal(after, batches(arrays(), rollbacks=1)[0].at(1))
-    train.reorder(0)
-    assert equal(train.at(1), before)
-
-
 def test_seeds_differ() -> None:
     assert not equal(batches(arrays())[0].at(0), batches(arrays(), seed=4)[0].at(0))
 

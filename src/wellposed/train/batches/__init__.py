@@ -39,7 +39,7 @@ from wellposed.train.batches.sources import (
     train_steps,
     upload,
 )
-from wellposed.train.data.images import ImageData, Split, counted, decode_all, decode_readable, nothing_left
+from wellposed.train.data.images import ImageData, Split, decode_all
 from wellposed.train.recipe import Recipe
 
 
@@ -73,7 +73,6 @@ def make_batches(
     device: torch.device | str,
     rank: int = 0,
     world: int = 1,
-    rollbacks: int = 0,
     compile: bool = False,
 ) -> "tuple[TrainBatches, EvalBatches]":
     """The batches of a training run, and of its tests.
@@ -85,7 +84,6 @@ def make_batches(
         mean, std: of each channel, for pixels from 0 to 1.
         device: where the batches go.
         rank, world: this process among how many.
-        rollbacks: another number gives another order of the images.
         compile: compile the augmentation, on CUDA; a CPU does it as it is.
     """
     device = torch.device(device)
@@ -93,16 +91,14 @@ def make_batches(
     check_images(recipe, data, image_size, mean, std)
     check_batch_size(recipe, len(data.train))
     augmentation = Augmentation.of(recipe)
-    notes: list[str] = []
     if choose_placement(recipe, data, image_size, device) == "device":
         sources: list[Source] = [
-            _resident(split, recipe, data, image_size, device, notes) for split in (data.train, data.test)
+            _resident(split, image_size, data.channels, device) for split in (data.train, data.test)
         ]
-        check_batch_size(recipe, sources[0].images)
     else:
         steps = train_steps(recipe, image_size, mean), eval_steps(image_size)
         sources = [
-            Streamed(Items(split, each, recipe.seed, replaces=recipe.skip_unreadable), device, recipe.workers)
+            Streamed(Items(split, each, recipe.seed), device, recipe.workers)
             for split, each in zip((data.train, data.test), steps, strict=True)
         ]
         augmentation = augmentation.after_workers()
@@ -113,7 +109,6 @@ def make_batches(
         rank=rank,
         world=world,
         seed=recipe.seed,
-        rollbacks=rollbacks,
     )
     mixing = Mixing(
         recipe.mixup or 0.0,
@@ -135,24 +130,13 @@ def make_batches(
     )
     # As large as a pass of training, so that a compiled model sees one shape.
     eval_size = recipe.batch_size // (world * recipe.accumulate)
-    test = EvalBatches(
-        sources[1], eval_size, mean=mean, std=std, device=device, rank=rank, world=world, notes=notes
-    )
-    return TrainBatches(sources[0], preparation, notes), test
+    test = EvalBatches(sources[1], eval_size, mean=mean, std=std, device=device, rank=rank, world=world)
+    return TrainBatches(sources[0], preparation), test
 
 
-def _resident(
-    split: Split, recipe: Recipe, data: ImageData, size: int, device: torch.device, notes: list[str]
-) -> Resident:
+def _resident(split: Split, size: int, channels: int, device: torch.device) -> Resident:
     """The images of a split, decoded onto the device."""
-    if not recipe.skip_unreadable:
-        return Resident(upload(decode_all(split, size, data.channels), device), upload(split.labels, device))
-    pixels, indices, unreadable = decode_readable(split, size, data.channels)
-    if not len(indices):
-        raise nothing_left(len(split), unreadable[0])
-    if unreadable:
-        notes.append(f"{counted(data.name, unreadable, len(split))} They were skipped.")
-    return Resident(upload(pixels, device), upload(split.labels[indices], device))
+    return Resident(upload(decode_all(split, size, channels), device), upload(split.labels, device))
 
 
 SHARE = 1 / 4
@@ -374,39 +358,16 @@ class Preparation:
         return Batch(*self.mixing(update, images, loaded.labels))
 
 
-class Batches:
-    """What training and test batches have in common.
-
-    Args:
-        source: of the images.
-        notes: sentences for a report, at the start: images that could not be read.
-    """
-
-    def __init__(self, source: Source, notes: list[str]) -> None:
-        self.source, self.notes = source, notes
-        self.placement: Placement = source.placement
-
-    @property
-    def images(self) -> int:
-        """Without those that could not be read, as far as they are known."""
-        return self.source.images
-
-    @property
-    def unreadable(self) -> list[str]:
-        """A message for each streamed image that was met and could not be read; it grows."""
-        return self.source.unreadable
-
-
-class TrainBatches(Batches):
+class TrainBatches:
     """The batches of every update; the same whenever and however often they are asked for.
 
     Args:
-        source, notes: as of :class:`Batches`.
-        preparation: what is done to the images on the device.
+        source: of the images.
+        preparation: what is done to them on the device.
     """
 
-    def __init__(self, source: Source, preparation: Preparation, notes: list[str]) -> None:
-        super().__init__(source, notes)
+    def __init__(self, source: Source, preparation: Preparation) -> None:
+        self.source, self.placement, self.images = source, source.placement, source.images
         self.preparation = preparation
         self.updates_per_epoch = preparation.order.updates_per_epoch
         self._turn = 0
@@ -421,7 +382,7 @@ class TrainBatches(Batches):
         for update in range(start, stop):
             if turn != self._turn:
                 raise RuntimeError(
-                    f"iterate() was ended before update {update} by close(), reorder() or another iterate(); "
+                    f"iterate() was ended before update {update} by close() or another iterate(); "
                     "use one at a time."
                 )
             yield update, self._prepared(update, [next(loaded) for _ in order.positions])
@@ -429,11 +390,6 @@ class TrainBatches(Batches):
     def at(self, update: int) -> list[Batch]:
         """The passes of one update, bit for bit those that ``iterate`` gives."""
         return self._prepared(update, map(self.source.take, self.preparation.order.passes(update)))
-
-    def reorder(self, rollbacks: int) -> None:
-        """Visit the images in another order from now on; 0 is the first one."""
-        self._turn += 1
-        self.preparation.order.rollbacks = rollbacks
 
     def close(self) -> None:
         """End the worker processes, if there are any."""
@@ -452,13 +408,11 @@ def shares(images: int, batch_size: int, rank: int, world: int) -> tuple[Indices
     return np.minimum(all_of_them, images - 1), (all_of_them < images).astype(np.float32)
 
 
-class EvalBatches(Batches):
+class EvalBatches:
     """The test images in order, shared by the processes, in batches of one size.
 
-    An image that cannot be read, where others stand for such, has weight 0.
-
     Args:
-        source, notes: as of :class:`Batches`.
+        source: of the images.
         batch_size: of each process.
         mean, std: of the channels, for pixels from 0 to 1.
         device: where the batches go.
@@ -475,10 +429,8 @@ class EvalBatches(Batches):
         device: torch.device,
         rank: int,
         world: int,
-        notes: list[str],
     ) -> None:
-        super().__init__(source, notes)
-        self.device = device
+        self.source, self.images, self.device = source, source.images, device
         self.mean, self.std = scale(mean, device), scale(std, device)
         self._indices, self._weights = shares(source.images, batch_size, rank, world)
 
@@ -492,7 +444,6 @@ class EvalBatches(Batches):
             for loaded, weights in zip(self.source.read(passes), self._weights, strict=True):
                 pixels = loaded.pixels if loaded.indices is None else loaded.pixels[loaded.indices]
                 images = normalised(pixels, self.mean, self.std)
-                read = weights if loaded.was_read is None else weights * loaded.was_read
-                yield EvalBatch(images, loaded.labels, upload(read, self.device))
+                yield EvalBatch(images, loaded.labels, upload(weights, self.device))
         finally:
             self.source.close()  # the memory of the workers is free until the next test

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from wellposed.errors import WorkerDiedError
 from wellposed.train.batches.order import Key, Pass, Purpose, all_seeded
-from wellposed.train.data.images import Split, UnreadableImageError, fitted, nothing_left
+from wellposed.train.data.images import Split, UnreadableImageError, fitted
 from wellposed.train.recipe import Recipe
 
 Placement = Literal["device", "stream"]
@@ -39,13 +39,11 @@ class Loaded(NamedTuple):
         pixels: uint8, (n, C, S, S).
         indices: (b,), which of the pixels are meant; None: all, in order.
         labels: (b,).
-        was_read: (b,) 1, or 0 where another image stands for one that could not be read; None: all were.
     """
 
     pixels: Tensor
     indices: Tensor | None
     labels: Tensor
-    was_read: NDArray[np.float32] | None = None
 
 
 class Resident:
@@ -58,7 +56,7 @@ class Resident:
 
     def __init__(self, pixels: Tensor, labels: Tensor) -> None:
         self.pixels, self.labels = pixels, labels
-        self.images, self.unreadable = len(pixels), list[str]()
+        self.images = len(pixels)
 
     def read(self, passes: Iterable[Pass]) -> Iterator[Loaded]:
         return map(self.take, passes)
@@ -129,12 +127,8 @@ def _posterized(picture: Image.Image, bits: int, **rest: Any) -> Image.Image:
     return posterized
 
 
-class Item(NamedTuple):
-    """An image (C, S, S), its label, and why it is not the one asked for, if so."""
-
-    pixels: Tensor
-    label: int
-    problem: str
+Item = tuple[Tensor, int] | str
+"""An image (C, S, S) and its label, or why it cannot be read: a worker's errors would come as tracebacks."""
 
 
 class Items(Dataset[Item]):
@@ -144,43 +138,29 @@ class Items(Dataset[Item]):
         split: where they are.
         steps: what is done to a picture.
         seed: of what the steps draw.
-        replaces: where an image cannot be read give the next one of the split that can; otherwise give the
-            problem alone.
     """
 
-    def __init__(self, split: Split, steps: Steps, seed: int, *, replaces: bool) -> None:
-        self.split, self.steps, self.seed, self.replaces = split, steps, seed, replaces
+    def __init__(self, split: Split, steps: Steps, seed: int) -> None:
+        self.split, self.steps, self.seed = split, steps, seed
 
     def __getitem__(self, key: Key) -> Item:
-        problem = ""
-        for attempt in range(len(self.split) if self.replaces else 1):
-            index = (key.image + attempt) % len(self.split)
-            try:
-                picture = self.split.picture(index)
-            except UnreadableImageError as error:
-                problem = problem or str(error)
-            else:
-                return Item(self._pixels(picture, key), int(self.split.labels[index]), problem)
-        return Item(torch.empty(0, dtype=torch.uint8), -1, problem)
-
-    def _pixels(self, picture: Image.Image, key: Key) -> Tensor:
-        value: Any = picture
+        try:
+            value: Any = self.split.picture(key.image)
+        except UnreadableImageError as error:
+            return str(error)
         with all_seeded(self.seed, Purpose.ITEM, key.epoch, key.position):
             for step in self.steps:
                 value = step(value)
-        assert isinstance(value, Tensor)
-        return value
+        return value, int(self.split.labels[key.image])
 
 
-Collated = tuple[list[Tensor], list[str]]
-"""Images and labels of a pass, and the problems of each; where an image is missing the problems alone."""
+Collated = list[Tensor] | str
+"""Images and labels of a pass, or why one of the images cannot be read."""
 
 
 def together(items: list[Item]) -> Collated:
-    problems = [item.problem for item in items]
-    if not all(item.pixels.numel() for item in items):
-        return [], problems
-    return default_collate([(item.pixels, item.label) for item in items]), problems
+    problem = next((item for item in items if isinstance(item, str)), None)
+    return default_collate(items) if problem is None else problem
 
 
 PREFETCH = 4
@@ -199,19 +179,12 @@ class Streamed:
     placement: Placement = "stream"
 
     def __init__(self, items: Items, device: torch.device, workers: int) -> None:
-        self.items, self.workers = items, workers
-        self.unreadable: list[str] = []
-        """A message for each image that was met and could not be read; it grows."""
+        self.items, self.workers, self.images = items, workers, len(items.split)
         self._device = device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._keys = _Keys()
         self._loader: DataLoader[Item] | None = None
         self._batches: Iterator[Collated] = iter(())
-
-    @property
-    def images(self) -> int:
-        """Without those that could not be read, as far as they are known."""
-        return len(self.items.split) - len(self.unreadable)
 
     def read(self, passes: Iterable[Pass]) -> Iterator[Loaded]:
         """The images of many passes; workers are ahead of their use."""
@@ -243,20 +216,13 @@ class Streamed:
         self._batches, self._loader = iter(()), None
 
     def _loaded(self, collated: Collated) -> Loaded:
-        tensors, problems = collated
-        if not tensors:
-            self._refuse(next(filter(None, problems)))
-        self.unreadable += dict.fromkeys(p for p in problems if p and p not in self.unreadable)
-        pixels, labels = self._upload(tensors)
-        return Loaded(pixels, None, labels, np.array([not problem for problem in problems], np.float32))
-
-    def _refuse(self, problem: str) -> None:
-        """Raise for the first image that could not be read and has no other in its place."""
-        if self.items.replaces:
-            raise nothing_left(len(self.items.split), problem)
-        raise UnreadableImageError(
-            f"{problem} Repair or remove it, or skip such images with skip_unreadable."
-        )
+        if isinstance(collated, str):
+            raise UnreadableImageError(
+                f"{collated} Repair or remove it, or pack the set without such images: "
+                "wellposed pack DATA -o FILE.npz --skip-unreadable."
+            )
+        pixels, labels = self._upload(collated)
+        return Loaded(pixels, None, labels)
 
     def _upload(self, tensors: list[Tensor]) -> list[Tensor]:
         """Copies on the device; on CUDA they are made during the computation that is still going on."""
