@@ -11,7 +11,7 @@ from short_runs import assert_bitwise, run, weights
 from wellposed.run_records import read_run
 from wellposed.train.loop import Loop
 from wellposed.train.optimizer import Guard, takes_flag
-from wellposed.train.tasks import Classification
+from wellposed.train.tasks import Task
 
 BAD = 6
 
@@ -46,11 +46,11 @@ def test_it_stops_before_the_update_and_explains(tmp_path, bad_update) -> None:
     assert report["output_norms"]["patch_embed.proj"] == "nan"
     assert report["parameters"]["head.weight"]["weight"] > 0
     assert report["measured"]["kappa/0/input"] > 1
-    assert "the images themselves are not finite" in (folder / "report.txt").read_text()
     assert load_file(folder / "batch-0.safetensors")["images_0"].shape == (16, 1, 8, 8)
     events = {line["event"]: line for line in read_run(tmp_path / "bad")}
     assert events["nonfinite"]["update"] == BAD
     assert events["nonfinite"]["folder"] == folder.name
+    assert "the images themselves are not finite" in events["nonfinite"]["text"]
 
     run(tmp_path / "good", checkpoint_every=1, keep=100, ema=0.9)
     newest = tmp_path / "bad" / "checkpoints" / f"update-{BAD:08d}"
@@ -130,13 +130,13 @@ def test_the_guard(on_host: bool, goes_on: bool) -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_test_images_without_scores_are_counted_and_told(whole, tmp_path, monkeypatch) -> None:
-    scores = Classification.scores
+    scores = Task.scores
 
     def broken(self, output, batch):
         rows = torch.arange(len(output)) if whole else torch.tensor([1])
         return scores(self, output.index_fill(0, rows, float("nan")), batch)
 
-    monkeypatch.setattr(Classification, "scores", broken)
+    monkeypatch.setattr(Task, "scores", broken)
     run(tmp_path, epochs=1)
     lines = read_run(tmp_path)
     (test,) = [line for line in lines if line["event"] == "test"]

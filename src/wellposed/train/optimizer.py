@@ -28,8 +28,7 @@ from wellposed.files import write_json
 from wellposed.nn import TokenGraying
 from wellposed.probes.nonfinite import is_finite, norm_of, watching_norms
 from wellposed.probes.observe import eagerly
-from wellposed.records import AT_LEAST, named_text
-from wellposed.text import aligned, nearest
+from wellposed.text import nearest
 from wellposed.train import checkpoint
 from wellposed.train.batches import Batch
 from wellposed.train.edits import RecipeCall
@@ -240,7 +239,7 @@ def explain(
     every parameter and of its gradient, and kappa and density of the model.
 
     Args:
-        folder: for the files: report.json and report.txt of the first process, every process's batch.
+        folder: for the files: report.json of the first process, every process's batch.
         update: the bad one.
         passes: its batches.
         run_pass: makes one forward pass, eagerly, and returns the loss; gradients are cleared by the caller.
@@ -284,10 +283,10 @@ def explain(
             for name in ("images", "labels")
         },
     )
+    sentence = _sentence(report)
     if rank == 0:
-        write_json(folder / "report.json", report)
-        checkpoint.write_bytes(folder / "report.txt", _text(report).encode())
-    return _sentence(report)
+        write_json(folder / "report.json", {"text": sentence, **report})
+    return sentence
 
 
 def _sentence(report: dict[str, Any]) -> str:
@@ -301,24 +300,3 @@ def _sentence(report: dict[str, Any]) -> str:
     else:
         parts.append("run again alone it was finite: another process's part of the batch was not")
     return f"update {report['update']} is not finite: {'; '.join(parts)}."
-
-
-def _text(report: dict[str, Any]) -> str:
-    outputs = [
-        ("output of", "norm"),
-        *((name, f"{norm:.4g}") for name, norm in report["output_norms"].items()),
-    ]
-    parameters = [
-        ("parameter", "norm", "gradient"),
-        *(
-            (name, f"{norms['weight']:.4g}", "-" if norms["gradient"] is None else f"{norms['gradient']:.4g}")
-            for name, norms in report["parameters"].items()
-        ),
-    ]
-    numbers = report["measured"]
-    measured = [
-        ("measured", "value"),
-        *((key, named_text(numbers, key)) for key in numbers if not key.endswith(AT_LEAST)),
-    ]
-    sections = [_sentence(report), aligned(outputs), aligned(parameters), aligned(measured)]
-    return "\n\n".join(sections) + "\n"

@@ -14,7 +14,7 @@ A task knows its loss and nothing of devices, processes or time. ``module`` is w
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers import PatchEmbed
@@ -96,37 +96,8 @@ class Scores(NamedTuple):
     correct: Tensor | None
 
 
-class Task(Protocol):
-    module: nn.Module
-    trunk: nn.Module
-
-    def train_mode(self) -> None: ...
-
-    def inputs(self, batch: Batch, update: int, number: int) -> tuple[Tensor, ...]:
-        """What the module takes for pass ``number`` of an update."""
-        ...
-
-    def loss(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The mean loss of a pass, and how many images were classified right."""
-        ...
-
-    def eval_inputs(self, batch: EvalBatch, first: int) -> tuple[Tensor, ...]:
-        """What the module takes for test images that start at position ``first`` of the test set."""
-        ...
-
-    def scores(self, output: Any, batch: EvalBatch) -> Scores: ...
-
-    def watched(self) -> nn.Module:
-        """What the monitor runs: a module of images alone."""
-        ...
-
-    def export_state(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of the module's gathered weights those that timm's model has."""
-        ...
-
-
-class Classification:
-    """Cross-entropy, of hard or soft labels."""
+class Task:
+    """Classification: cross-entropy, of hard or soft labels. What is trained otherwise is a subclass."""
 
     def __init__(self, model: nn.Module) -> None:
         self.module = self.trunk = model
@@ -135,15 +106,18 @@ class Classification:
         self.module.train()
 
     def inputs(self, batch: Batch, update: int, number: int) -> tuple[Tensor, ...]:
+        """What the module takes for pass ``number`` of an update."""
         return (batch.images,)
 
     def loss(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The mean loss of a pass, and how many images were classified right."""
         logits: Tensor = output.float()
         labels = batch.labels if batch.labels.ndim == 1 else batch.labels.argmax(-1)
         correct = (logits.detach().argmax(-1) == labels).sum()
         return functional.cross_entropy(logits, batch.labels), correct
 
     def eval_inputs(self, batch: EvalBatch, first: int) -> tuple[Tensor, ...]:
+        """What the module takes for test images that start at position ``first`` of the test set."""
         return (batch.images,)
 
     def scores(self, output: Any, batch: EvalBatch) -> Scores:
@@ -152,13 +126,15 @@ class Classification:
         return Scores(loss, (logits.argmax(-1) == batch.labels).to(loss.dtype))
 
     def watched(self) -> nn.Module:
+        """What the monitor runs: a module of images alone."""
         return self.module
 
     def export_state(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of the module's gathered weights those that timm's model has."""
         return weights
 
 
-class LinearProbe(Classification):
+class LinearProbe(Task):
     """Only the head learns; dropout and batch norm of the trunk stay as in evaluation."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -169,7 +145,7 @@ class LinearProbe(Classification):
         probe_train_mode(self.module)
 
 
-class MaskedPretraining:
+class MaskedPretraining(Task):
     """Masks are drawn from (seed, update) and the place in the batch, whoever processes it."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, rank: int, world: int) -> None:
@@ -190,9 +166,6 @@ class MaskedPretraining:
             for number in range(recipe.accumulate)
         ]
         """Of this process's images in a batch, for each pass."""
-
-    def train_mode(self) -> None:
-        self.module.train()
 
     def inputs(self, batch: Batch, update: int, number: int) -> tuple[Tensor, ...]:
         noise = mask_noise(self.recipe.seed, update, self.recipe.batch_size, self.autoencoder.tokens)
@@ -225,7 +198,7 @@ def make_task(model: nn.Module, recipe: Recipe, rank: int = 0, world: int = 1) -
     order_tokens(model)
     if recipe.task == "mae":
         return MaskedPretraining(model, recipe, rank, world)
-    return LinearProbe(model) if recipe.task == "probe" else Classification(model)
+    return LinearProbe(model) if recipe.task == "probe" else Task(model)
 
 
 @dataclass(frozen=True)
