@@ -8,14 +8,9 @@
     print(result.accuracy, result.folder)
 """
 
-import os
-import signal
-import sys
-import threading
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -26,12 +21,12 @@ from wellposed.files import PATIENCE, alone_in, write_json
 from wellposed.probes.gray_images import COUNT, SIDE, gray_images, settings_of, squares
 from wellposed.run_records import best_accuracy
 from wellposed.train.batches import make_batches
-from wellposed.train.batches.order import generators_kept
 from wellposed.train.checkpoint import Store, recover
 from wellposed.train.data import ImageData, UnreadableImageError
 from wellposed.train.export import ENVIRONMENT, Exported, Weights, export_weights
-from wellposed.train.loop import Loop, Status, first_test_images
+from wellposed.train.loop import Loop, Status, StopRequest, first_test_images
 from wellposed.train.optimizer import check_optimizer
+from wellposed.train.order import generators_kept
 from wellposed.train.parallel import (
     distribute,
     from_first,
@@ -246,58 +241,3 @@ def _keep_graying(folder: Path, recipe: Recipe, data: ImageData, reporter: Repor
         **settings_of([recipe.to_mapping()]),
     )
     graying_pictures.write(made, folder)
-
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-GRACE = 90.0
-"""Seconds that an update may still take after a request; a compilation whose workers got the signal too may
-never end. Checkpoints are whole at any moment, so leaving is safe."""
-
-
-class StopRequest:
-    """Within ``with``, SIGTERM and the first Ctrl-C only set ``requested``; a second Ctrl-C interrupts.
-
-    Who sees the request calls :meth:`honour` and may then take the time that saving needs. If nobody does so
-    within :data:`GRACE` seconds, the process ends. Outside the main thread Python cannot take signals, and
-    then nothing is changed.
-    """
-
-    def __init__(self) -> None:
-        self.requested: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
-        self._timer: threading.Timer | None = None
-
-    def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.honour()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def honour(self) -> None:
-        """The request was seen."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is signal.SIGINT and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.requested is None:
-            self._timer = threading.Timer(GRACE, self._leave)
-            self._timer.daemon = True
-            self._timer.start()
-        self.requested = signal.Signals(number)
-
-    def _leave(self) -> None:
-        print(
-            f"no update ended within {GRACE:.0f} s of the signal; leaves without saving, "
-            "the same command resumes from the last checkpoint.",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(128 + int(self.requested or signal.SIGTERM))

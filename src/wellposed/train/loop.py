@@ -5,13 +5,17 @@ the guard every few.
 """
 
 import math
+import os
 import shutil
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from timm.utils import ModelEmaV3
@@ -22,7 +26,6 @@ from wellposed import anatomy, surgery
 from wellposed.errors import UnknownModelError
 from wellposed.probes import Monitor
 from wellposed.train.batches import Batch, EvalBatches, TrainBatches
-from wellposed.train.batches.order import seed_update
 from wellposed.train.checkpoint import Checkpoint, Store
 from wellposed.train.export import Weights
 from wellposed.train.optimizer import (
@@ -34,6 +37,7 @@ from wellposed.train.optimizer import (
     make_schedule,
     takes_flag,
 )
+from wellposed.train.order import seed_update
 from wellposed.train.parallel import (
     CudaRecorder,
     Outcome,
@@ -75,12 +79,59 @@ IMAGES = 4
 """Test images that the monitor looks at."""
 
 
-class Stop(Protocol):
-    """A request to stop: :class:`wellposed.train.fitting.StopRequest`."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+GRACE = 90.0
+"""Seconds that an update may still take after a request; a compilation whose workers got the signal too may
+never end. Checkpoints are whole at any moment, so leaving is safe."""
 
-    requested: signal.Signals | None
 
-    def honour(self) -> None: ...
+class StopRequest:
+    """Within ``with``, SIGTERM and the first Ctrl-C only set ``requested``; a second Ctrl-C interrupts.
+
+    Who sees the request calls :meth:`honour` and may then take the time that saving needs. If nobody does so
+    within :data:`GRACE` seconds, the process ends. Outside the main thread Python cannot take signals, and
+    then nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self.requested: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.honour()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def honour(self) -> None:
+        """The request was seen."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is signal.SIGINT and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.requested is None:
+            self._timer = threading.Timer(GRACE, self._leave)
+            self._timer.daemon = True
+            self._timer.start()
+        self.requested = signal.Signals(number)
+
+    def _leave(self) -> None:
+        print(
+            f"no update ended within {GRACE:.0f} s of the signal; leaves without saving, "
+            "the same command resumes from the last checkpoint.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(128 + int(self.requested or signal.SIGTERM))
 
 
 def first_test_images(test: EvalBatches) -> Tensor:
@@ -226,7 +277,7 @@ class Loop:
         self._best: Weights | None = None
         self._saved_at = time.monotonic()
 
-    def run(self, reporter: Reporter, stop: Stop) -> Status:
+    def run(self, reporter: Reporter, stop: StopRequest) -> Status:
         """All updates that are left."""
         self.reporter = reporter
         batches = self.train.iterate(self.progress.update, self.updates)
@@ -328,7 +379,7 @@ class Loop:
 
     # Signals, and numbers that are not finite.
 
-    def _look(self, stop: Stop, update: int) -> Status | None:
+    def _look(self, stop: StopRequest, update: int) -> Status | None:
         """What the guard and the operating system have to say, the same on all processes."""
         skipped, first_bad = self.guard.read()
         if first_bad is not None and self.recipe.on_nonfinite != "skip":

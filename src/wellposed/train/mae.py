@@ -38,8 +38,8 @@ from torch import Tensor, nn
 
 from wellposed.anatomy.model import Embedding, refuse_wrapped
 from wellposed.anatomy.table import embedding_row
-from wellposed.train.batches.order import Purpose, generator
 from wellposed.train.edits import grayings
+from wellposed.train.order import Purpose, generator
 from wellposed.train.recipe import Recipe
 
 _FLOOR = 1e-6

@@ -27,8 +27,8 @@ from wellposed.files import clear_staged, read_object
 from wellposed.models import load_weights, say_weights
 from wellposed.run_records import NAME as LOG
 from wellposed.run_records import read_run
+from wellposed.train.augment import normalised
 from wellposed.train.batches import scale
-from wellposed.train.batches.augment import normalised
 from wellposed.train.checkpoint import file_hash
 from wellposed.train.data import decode_readable, open_data
 from wellposed.train.edits import whole

@@ -23,7 +23,6 @@ from torch.nn import functional
 
 from wellposed.probes.observe import plain
 from wellposed.train.batches import Batch, EvalBatch, EvalBatches
-from wellposed.train.batches.order import slot_positions
 from wellposed.train.mae import (
     FixedMask,
     MaskedAutoencoder,
@@ -32,6 +31,7 @@ from wellposed.train.mae import (
     fixed_mask_noise,
     mask_noise,
 )
+from wellposed.train.order import slot_positions
 from wellposed.train.parallel import read, total
 from wellposed.train.recipe import Recipe
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from wellposed.train.batches.order import Order, permutation, slot_positions
+from wellposed.train.order import Order, permutation, slot_positions
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 6, 12])

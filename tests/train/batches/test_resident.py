@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from train.batches.small_sets import EVERYTHING, MEAN, MIXES, SIZE, STD, arrays, batches, equal
-from wellposed.train.batches.order import permutation, slot_positions
-from wellposed.train.batches.sources import upload
+from wellposed.train.batches import upload
+from wellposed.train.order import permutation, slot_positions
 
 
 def _state() -> tuple[object, ...]:

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from train.batches.small_sets import EVERYTHING, MIXES, SIZE, batches, equal, files
-from wellposed.train.batches.augment import Augmentation
-from wellposed.train.batches.order import Key, slot_positions
-from wellposed.train.batches.sources import Items, train_steps
+from wellposed.train.augment import Augmentation
+from wellposed.train.batches import Items, train_steps
 from wellposed.train.data.images import ImageData, UnreadableImageError
+from wellposed.train.order import Key, slot_positions
 from wellposed.train.recipe import Recipe
 
 POLICY = {**EVERYTHING, **MIXES, "color_jitter": 0.0, "auto_augment": "rand-m9-mstd0.5-inc1"}
@@ -111,7 +111,7 @@ def test_processes_and_passes_together_make_the_same_update(
 def test_a_start_in_the_middle_reads_nothing_before_it(tmp_path: Path) -> None:
     data = files(tmp_path)
     whole = dict(_streamed(data).iterate(0, 4))
-    wanted = {key.image for key in _streamed(data).preparation.order.passes(1)[0].keys}
+    wanted = {key.image for key in _streamed(data).order.passes(1)[0].keys}
     for number in set(range(len(data.train))) - wanted:
         Path(data.train.name(number)).unlink()
     ((update, passes),) = _streamed(data).iterate(1, 2)
@@ -150,7 +150,7 @@ def test_what_is_drawn_for_an_image_depends_on_seed_epoch_and_position(tmp_path:
 
 def test_keys_hold_the_place_in_the_epoch(tmp_path: Path) -> None:
     train = _streamed(files(tmp_path), accumulate=2)
-    keys = [key for update in (2, 3) for one in train.preparation.order.passes(update) for key in one.keys]
+    keys = [key for update in (2, 3) for one in train.order.passes(update) for key in one.keys]
     assert sorted(key.position for key in keys) == list(range(16))
     assert {key.epoch for key in keys} == {1}
     assert len({key.image for key in keys}) == 16
@@ -162,7 +162,7 @@ def test_what_workers_have_done_is_not_done_again(tmp_path: Path) -> None:
     (mirrored,) = _streamed(data, flip=1.0).at(0)
     assert torch.equal(mirrored.images, plain.images.flip(-1))
     train = _streamed(data, **EVERYTHING)
-    assert train.preparation.augmentation == Augmentation(shift=2, erase=0.5)
+    assert train.augmentation == Augmentation(shift=2, erase=0.5)
 
 
 def test_items_can_be_sent_to_another_process(tmp_path: Path) -> None:
