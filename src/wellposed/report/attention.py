@@ -46,14 +46,7 @@ def attention_section(material: Material, budget: Budget) -> Section | Missing:
             rows.append((subject.name, *where, max(record.curve), row, column, record.note))
     chart = Chart(
         columns=columns(
-            run="run",
-            measure="measure",
-            block="block",
-            head="head",
-            largest="largest weight",
-            row="in row",
-            column="in column",
-            note="note",
+            "run; measure; block; head; largest: largest weight; row: in row; column: in column; note"
         ),
         rows=tuple(rows),
         spec=None,
@@ -101,11 +94,16 @@ def save_attention(
             f"expected a picture of block {block}, head {head} in the records, which have blocks {there}; "
             'wellposed.diagnose(model, images, what="attention") makes them.'
         )
-    from wellposed.report.static import new_figure
-
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "this figure needs matplotlib, which is not installed: pip install 'wellposed[plot]'."
+        ) from error
     grey = next((record for record in records if record.measure == "image"), None)
-    figure = new_figure()
-    figure.set_size_inches(3, 3.3)
+    figure = Figure(figsize=(3, 3.3), constrained_layout=True)
+    FigureCanvasAgg(figure)
     plot = figure.subplots()
     plot.imshow(overlay(chosen[0], grey).round().astype(np.uint8), interpolation="nearest")
     plot.set_title(_label(chosen[0]) + ("" if head is None else f" of block {block}"), fontsize=9)

@@ -114,16 +114,26 @@ class Budget:
         return Budget(max(self.points // 2, 1), curve, heads, seeds)
 
 
-def columns(**titles: str) -> tuple[Column, ...]:
-    """From ``key="title"``; a title that starts with ``-`` is of a column that is not shown.
+def columns(text: str = "", **titles: str) -> tuple[Column, ...]:
+    """From ``"key: title; key; -key"``; a title that is its key is not repeated, ``-`` is not shown.
 
-    >>> [column.key for column in columns(block="block", kappa="kappa")]
-    ['block', 'kappa']
+    >>> [(column.key, column.title) for column in columns("block; kappa; low: lower quartile")]
+    [('block', 'block'), ('kappa', 'kappa'), ('low', 'lower quartile')]
     """
-    return tuple(
-        Column(key=key, title=title.lstrip("-"), hidden=title.startswith("-"))
-        for key, title in titles.items()
-    )
+    made = []
+    for each in filter(None, text.split("; ")):
+        key, _, title = each.removeprefix("-").partition(": ")
+        made.append(Column(key=key, title=title or key, hidden=each.startswith("-")))
+    return (*made, *(Column(key=key, title=title) for key, title in titles.items()))
+
+
+def of(field: str, kind: str = "quantitative", **more: Any) -> dict[str, Any]:
+    """A channel of Vega-Lite."""
+    return {"field": field, "type": kind, **more}
+
+
+def tooltip(*names: str) -> list[dict[str, str]]:
+    return [{"field": name} for name in names]
 
 
 LOG_AXIS: Mapping[str, Any] = {

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from wellposed.records import Record
-from wellposed.report.charts import Budget, Chart, Section, columns, finite
+from wellposed.report.charts import Budget, Chart, Section, columns, finite, of, tooltip
 from wellposed.report.subjects import COLLAPSED, Material, Subject, mark
 from wellposed.stats import spread
 
@@ -143,12 +143,7 @@ def _row(name: str, subjects: Sequence[Subject], n: int, state: str) -> tuple[An
 
 
 def _spec(names: Sequence[str]) -> dict[str, Any]:
-    place = {
-        "field": "name",
-        "type": "nominal",
-        "title": None,
-        "sort": list(names),
-    }
+    place = of("name", "nominal", title=None, sort=list(names))
     value = {"type": "quantitative", "title": "test accuracy, %", "scale": {"zero": False, "padding": 12}}
     # Without a deviation there is no bar.
     low, high = "datum.accuracy - datum.accuracy_deviation", "datum.accuracy + datum.accuracy_deviation"
@@ -167,15 +162,15 @@ def _spec(names: Sequence[str]) -> dict[str, Any]:
                 "encoding": {
                     "x": {"field": "accuracy_low", **value},
                     "x2": {"field": "accuracy_high"},
-                    "color": {"field": "name", "type": "nominal", "sort": list(names), "legend": None},
+                    "color": of("name", "nominal", sort=list(names), legend=None),
                 },
             },
             {
                 "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
                 "encoding": {
                     "x": {"field": "accuracy", **value},
-                    "color": {"field": "name", "type": "nominal", "sort": list(names), "legend": None},
-                    "tooltip": [{"field": key} for key in ("name", "n", "accuracy", "accuracy_deviation")],
+                    "color": of("name", "nominal", sort=list(names), legend=None),
+                    "tooltip": tooltip("name", "n", "accuracy", "accuracy_deviation"),
                 },
             },
         ],

@@ -14,7 +14,9 @@ from wellposed.report.charts import (
     distinct,
     finite,
     most_told,
+    of,
     picked,
+    tooltip,
 )
 from wellposed.report.heat_maps import NO_HEADS
 from wellposed.report.subjects import Material, isolated
@@ -74,16 +76,8 @@ def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
     scale = {"type": "log", "nice": False, "domain": ends}
     return Chart(
         columns=columns(
-            run="run",
-            measure="measure",
-            block="block",
-            head="head",
-            position="position",
-            measured="measured",
-            bound="bound",
-            margin="bound / measured, median",
-            smallest="smallest",
-            status="status of measured",
+            "run; measure; block; head; position; measured; bound; "
+            "margin: bound / measured, median; smallest; status: status of measured",
             **verdicts,
         ),
         rows=rows,
@@ -94,34 +88,21 @@ def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
                     "data": {"values": [{"end": ends[0]}, {"end": ends[1]}]},
                     "mark": {"type": "line", "strokeDash": [4, 4], "color": "#888888", "tooltip": None},
                     "encoding": {
-                        "x": {"field": "end", "type": "quantitative"},
-                        "y": {"field": "end", "type": "quantitative"},
+                        "x": of("end"),
+                        "y": of("end"),
                     },
                 },
                 {
                     "transform": [{"filter": {"field": "bound", "valid": True}}],
                     "mark": {"type": "point", "filled": True, "opacity": 0.75, "size": 45},
                     "encoding": {
-                        "x": {
-                            "field": "measured",
-                            "type": "quantitative",
-                            "scale": scale,
-                            "title": "measured kappa",
-                            "axis": dict(LOG_AXIS),
-                        },
-                        "y": {
-                            "field": "bound",
-                            "type": "quantitative",
-                            "scale": scale,
-                            "title": "bound",
-                            "axis": dict(LOG_AXIS),
-                        },
-                        "color": {"field": "measure", "type": "nominal", "title": None},
-                        "shape": {"field": "measure", "type": "nominal", "title": None},
-                        "tooltip": [
-                            {"field": name}
-                            for name in ("measure", "block", "head", "measured", "bound", "margin", "status")
-                        ],
+                        "x": of("measured", scale=scale, title="measured kappa", axis=dict(LOG_AXIS)),
+                        "y": of("bound", scale=scale, title="bound", axis=dict(LOG_AXIS)),
+                        "color": of("measure", "nominal", title=None),
+                        "shape": of("measure", "nominal", title=None),
+                        "tooltip": tooltip(
+                            "measure", "block", "head", "measured", "bound", "margin", "status"
+                        ),
                     },
                 },
             ],
@@ -174,14 +155,8 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
     lines = distinct(row[1] for row in rows)
     chart = Chart(
         columns=columns(
-            panel="sub-block",
-            line="line",
-            run="run",
-            eps="eps",
-            image="image",
-            curve="-curve",
-            share="share of the singular values",
-            value="singular value / largest",
+            "panel: sub-block; line; run; eps; image; -curve; "
+            "share: share of the singular values; value: singular value / largest"
         ),
         rows=tuple(rows),
         spec={
@@ -189,24 +164,22 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
             "transform": [{"filter": {"field": "value", "gt": 0}}],
             "mark": {"type": "line", "opacity": 0.85, "strokeWidth": 1.8},
             "encoding": {
-                "x": {
-                    "field": "share",
-                    "type": "quantitative",
-                    "title": "share of the singular values, the largest first",
-                    "scale": {"domain": [0, 1]},
-                    "axis": {"format": ".0%"},
-                },
-                "y": {
-                    "field": "value",
-                    "type": "quantitative",
-                    "title": "singular value / largest",
-                    "scale": {"type": "log", "domain": [1e-8, 1], "clamp": True},
-                    "axis": dict(LOG_AXIS),
-                },
-                "color": {"field": "line", "type": "nominal", "title": None, "sort": lines},
-                "strokeDash": {"field": "line", "type": "nominal", "title": None, "sort": lines},
+                "x": of(
+                    "share",
+                    title="share of the singular values, the largest first",
+                    scale={"domain": [0, 1]},
+                    axis={"format": ".0%"},
+                ),
+                "y": of(
+                    "value",
+                    title="singular value / largest",
+                    scale={"type": "log", "domain": [1e-8, 1], "clamp": True},
+                    axis=dict(LOG_AXIS),
+                ),
+                "color": of("line", "nominal", title=None, sort=lines),
+                "strokeDash": of("line", "nominal", title=None, sort=lines),
                 "detail": [{"field": "run"}, {"field": "curve"}],
-                "tooltip": [{"field": name} for name in ("line", "run", "eps", "image")],
+                "tooltip": tooltip("line", "run", "eps", "image"),
             },
         },
         describe="Singular values of a sub-block's Jacobian over the largest, falling from left to right on "
@@ -239,16 +212,7 @@ def _extremes(material: Material) -> list[tuple[Any, ...]]:
 
 def _without_spectra(rows: list[tuple[Any, ...]]) -> Section:
     chart = Chart(
-        columns=columns(
-            run="run",
-            block="block",
-            module="module",
-            position="sub-block",
-            measure="measure",
-            value="value",
-            status="status",
-            estimator="estimator",
-        ),
+        columns=columns("run; block; module; position: sub-block; measure; value; status; estimator"),
         rows=tuple(rows),
         spec=None,
         describe="Extreme singular values of the Jacobians.",
@@ -300,19 +264,7 @@ def rest_section(material: Material, budget: Budget) -> Section | None:
     if not rows:
         return None
     chart = Chart(
-        columns=columns(
-            run="run",
-            measure="measure",
-            block="block",
-            position="position",
-            value="value",
-            status="status",
-            low="low",
-            high="high",
-            images="images",
-            estimator="estimator",
-            note="note",
-        ),
+        columns=columns("run; measure; block; position; value; status; low; high; images; estimator; note"),
         rows=tuple(rows),
         spec=None,
         describe="Measurements that no chart shows.",
@@ -346,14 +298,8 @@ def graying_section(material: Material, budget: Budget) -> Section | Missing:
         pictures.append({"name": image.name, "steps": steps})
     chart = Chart(
         columns=columns(
-            image="image",
-            method="method",
-            eps="eps",
-            before="kappa before",
-            before_status="status before",
-            after="kappa after",
-            after_status="status after",
-            change="largest change of a pixel",
+            "image; method; eps; before: kappa before; before_status: status before; "
+            "after: kappa after; after_status: status after; change: largest change of a pixel"
         ),
         rows=tuple(rows),
         spec=None,
@@ -422,7 +368,7 @@ def provenance_section(material: Material, budget: Budget) -> Section:
             (_names([each.name for each in subjects if note in each.notes], len(subjects)), "note", note)
         )
     chart = Chart(
-        columns=columns(run="run", field="field", value="value"),
+        columns=columns("run; field; value"),
         rows=tuple(rows),
         spec=None,
         describe="What each run and diagnosis was made with.",
