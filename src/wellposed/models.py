@@ -215,14 +215,14 @@ def _build_of_folder(
 ) -> tuple[nn.Module, str]:
     """A model of timm, of a folder with a config.json; the weights that it holds are loaded."""
     folder = Path(name).expanduser()
-    architecture, arguments, told = _configuration(folder)
+    architecture, arguments, given = _configuration(folder)
     held = next((folder / each for each in _HELD if (folder / each).is_file()), None)
     state, words = (None, "") if held is None or file_follows else read_weights(held)
     if state is None and pretrained:
         raise ValueError(
             f"expected {' or '.join(_HELD)} in {folder}, there is neither; leave pretrained out."
         )
-    facts = {key: told[key] for key in _FACTS if key in told}
+    facts = {key: given[key] for key in _FACTS if key in given}
     edited = saved_edits(folder)
     if edited is not None and state is not None:
         state = {name: value for name, value in state.items() if ".inserted_" not in name}
@@ -236,7 +236,7 @@ def _build_of_folder(
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"the weights in {held} do not fit {architecture} with these options: {reason}. Leave out those "
+            f"the weights in {held} do not fit {architecture} with these options: {reason}. Drop those "
             "that change the size of the images or patches, or load none: pretrained=False."
         ) from error
     model.pretrained_cfg.pop("state_dict", None)  # type: ignore[union-attr, operator]
@@ -253,17 +253,17 @@ def _configuration(folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"expected a folder with timm's config.json, there is none in {folder}.")
     config = read_object(folder / "config.json")
-    told = config.get("pretrained_cfg", config)  # older ones are flat
+    given = config.get("pretrained_cfg", config)  # older ones are flat
     arguments = config.get("model_args") or {}
     architecture = config.get("architecture")
-    if not (isinstance(architecture, str) and isinstance(told, dict) and isinstance(arguments, dict)):
+    if not (isinstance(architecture, str) and isinstance(given, dict) and isinstance(arguments, dict)):
         raise ValueError(
             f"expected timm's architecture, model_args and pretrained_cfg in {folder}/config.json."
         )
     if not timm.is_model(architecture):
         raise _unknown("timm", architecture, timm.list_models(), "timm.list_models()")
     _check_options(arguments)
-    return architecture, arguments, told | {k: config[k] for k in ("num_classes",) if k in config}
+    return architecture, arguments, given | {k: config[k] for k in ("num_classes",) if k in config}
 
 
 def timm_architecture(name: str) -> tuple[str, dict[str, Any]]:
@@ -412,7 +412,7 @@ def _loaded_words(name: str, model: nn.Module, loaded: dict[str, Any]) -> str:
         shapes = [f"{key}: {tuple(held)}, not {tuple(own)}" for key, held, own in reshaped]
         raise ValueError(
             f"the weights in {name} do not fit {type(model).__name__}: {len(shapes)} of another shape "
-            f"({few(shapes)}); leave out the options that change them."
+            f"({few(shapes)}); drop the options that change them."
         )
     total = len(model.state_dict())
     if len(missing) >= total:

@@ -41,11 +41,11 @@ class Record:
         margins: bound over value, the median and the smallest over the images (or windows) where it is known.
         images: from how many images.
         status: see :data:`Status`.
-        note: what a reader should know beside.
+        note: what else a reader should know.
         estimator: how the number was made.
         dtype: of the tokens or weights it was made from.
         tolerance: relative error of the estimator, None where it is not known.
-        samples: the value of each image; None where it could not be told.
+        samples: the value of each image; None where it is not known.
         at_least: indices of the samples that are lower bounds only.
         curve: a sequence that is the result itself: a mean spectrum, or a picture row by row.
         shape: rows and columns of such a picture.
@@ -114,7 +114,7 @@ def short(value: float) -> str:
 
 
 AT_LEAST = "/at_least"
-"""Where numbers are kept by name, ``NAME/at_least`` beside NAME says that its number is a lower bound."""
+"""Where numbers are kept by name, ``NAME/at_least`` next to NAME says that its number is a lower bound."""
 
 
 def named_text(numbers: Mapping[str, Any], name: str) -> str:
@@ -148,7 +148,7 @@ def rows(records: Iterable[Record]) -> list[list[Any]]:
 
 
 def to_dict(record: Record) -> dict[str, Any]:
-    """For JSON; what holds nothing is left out."""
+    """For JSON; what holds nothing is skipped."""
     return {
         field.name: getattr(record, field.name)
         for field in dataclasses.fields(Record)

@@ -91,7 +91,7 @@ def test_the_guard(on_host: bool, goes_on: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     assert takes_flag(optimizer)
     assert not takes_flag(torch.optim.SGD(model.parameters()))
-    guard = Guard(model, optimizer, torch.device("cpu"), goes_on=goes_on, on_host=on_host)
+    guard = Guard(model, optimizer, torch.device("cpu"), continues=goes_on, on_host=on_host)
 
     def step(update: int, bad: bool) -> None:
         x = torch.randn(5, 3)

@@ -90,7 +90,7 @@ def comparing_section(material: Material, budget: Budget) -> Section:
             "ln kappa is of the worst block and position, entropy the mean over the blocks (1 is uniform)."
         ]
     if material.unfinished:
-        words.append(_left_out(len(material.unfinished)))
+        words.append(_unfinished(len(material.unfinished)))
     chart = Chart(
         columns=columns(**{key: title for key, title in titles.items() if key not in empty}),
         rows=shown,
@@ -102,11 +102,11 @@ def comparing_section(material: Material, budget: Budget) -> Section:
     return Section(id="runs", title=TITLE, words=tuple(words), chart=chart)
 
 
-def _left_out(count: int) -> str:
+def _unfinished(count: int) -> str:
     runs, have = ("1 run is", "it has a row") if count == 1 else (f"{count} runs are", "they have rows")
     return (
-        f"{runs} not finished and left out of n, mean and deviation; {have} with n = 0 and the last numbers "
-        "so far."
+        f"{runs} not finished and not counted in n, mean and deviation; {have} with n = 0 and the last "
+        "numbers so far."
     )
 
 

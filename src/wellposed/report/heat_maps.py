@@ -16,7 +16,7 @@ from wellposed.report.charts import (
     columns,
     distinct,
     finite,
-    most_told,
+    largest_subject,
     of,
     picked,
     tooltip,
@@ -64,7 +64,7 @@ def conditioning_section(material: Material, budget: Budget) -> Section | Missin
         "The table below has the same numbers.",
         choose="run",
         choose_title="run",
-        chosen=most_told(rows),
+        chosen=largest_subject(rows),
         opens="spectrum" if spectra.curves else "",
     )
     return Section(
@@ -211,7 +211,7 @@ def _row(subject: Subject, record: Record, spectrum: int | None) -> tuple[Any, .
 
 DENSITY = "Density of attention"
 ALL = "all"
-NO_HEADS = "Single heads are left out to keep the page small; report fewer runs together to see them."
+NO_HEADS = "Single heads are skipped to keep the page small; report fewer runs together to see them."
 
 
 def density_section(material: Material, budget: Budget) -> Section | Missing:
@@ -247,7 +247,7 @@ def density_section(material: Material, budget: Budget) -> Section | Missing:
         "The table below has the same numbers.",
         choose="run",
         choose_title="run",
-        chosen=most_told(rows),
+        chosen=largest_subject(rows),
     )
     words = [
         "Entropy of the attention rows over its maximum, median over the images. 1 is uniform attention."

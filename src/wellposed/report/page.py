@@ -123,9 +123,9 @@ def _about(material: Material) -> str:
     runs = sum(each.kind == "run" for each in material.subjects)
     rest = len(material.subjects) - runs
     counts = [(runs, "run"), (rest, "diagnosis" if rest == 1 else "diagnose")]
-    told = [f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts if n]
+    made = [f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts if n]
     left = len(material.unfinished)
-    return ", ".join([*told, f"{left} not finished"] if left else told)
+    return ", ".join([*made, f"{left} not finished"] if left else made)
 
 
 LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-interpreter.js")
@@ -231,11 +231,11 @@ def _data(sections: Sequence[Section]) -> list[dict[str, Any]]:
 def _chart_data(chart: Chart) -> dict[str, Any]:
     columns = []
     for place, column in enumerate(chart.columns):
-        told: dict[str, Any] = {"key": column.key, "title": column.title}
+        made: dict[str, Any] = {"key": column.key, "title": column.title}
         if column.hidden:
-            told["hidden"] = True
-        told |= {"log_of": column.log_of} if column.log_of else pack([row[place] for row in chart.rows])
-        columns.append(told)
+            made["hidden"] = True
+        made |= {"log_of": column.log_of} if column.log_of else pack([row[place] for row in chart.rows])
+        columns.append(made)
     return {
         "columns": columns,
         "spec": chart.spec,
@@ -260,14 +260,14 @@ def _header(page: Page) -> str:
 
 
 def _verdict(parts: Mapping[str, Sequence[Sentence]]) -> str:
-    told = "".join(
+    made = "".join(
         f"<h3>{html.escape(title)}</h3><ul>"
         + "".join(f"<li>{''.join(map(_part, sentence))}</li>" for sentence in sentences)
         + "</ul>"
         for title, sentences in parts.items()
     )
     heading = "<h2 id='verdict-title'>Verdict</h2>"
-    return f"<section id='verdict' aria-labelledby='verdict-title'>{heading}{told}</section>"
+    return f"<section id='verdict' aria-labelledby='verdict-title'>{heading}{made}</section>"
 
 
 def _part(part: str | Listed) -> str:
@@ -341,7 +341,7 @@ def _missing(missing: Sequence[Missing]) -> str:
     )
     return (
         "<section id='missing' aria-labelledby='missing-title'><h2 id='missing-title'>Not in these "
-        f"records</h2><p>These sections are left out; what would add them:</p><ul>{items}</ul></section>"
+        f"records</h2><p>These sections are missing; what would add them:</p><ul>{items}</ul></section>"
     )
 
 

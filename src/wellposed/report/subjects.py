@@ -11,7 +11,7 @@ from wellposed.records import Record
 from wellposed.text import ranges
 
 COLLAPSED, NOT_FINISHED = "collapsed", "not finished"
-_BESIDE = ("note", "warning", "checkpoint", "torn")
+_ASIDE = ("note", "warning", "checkpoint", "torn")
 """Events that may follow the one that ended a run."""
 _ENDS = {
     "terminated": "stopped by a signal",
@@ -30,9 +30,9 @@ def state_of_run(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any])
     >>> state_of_run([{"event": "terminated"}, {"event": "note"}], {"finished": False, "updates": 30})
     'not finished: stopped by a signal at update 30'
     """
-    # An update that was left out did not end the run.
-    told = [line["event"] for line in lines if line["event"] not in _BESIDE and "left_out" not in line]
-    how = _ENDS.get(told[-1] if told else "", "running or killed")
+    # An update that was skipped did not end the run.
+    events = [line["event"] for line in lines if line["event"] not in _ASIDE and "left_out" not in line]
+    how = _ENDS.get(events[-1] if events else "", "running or killed")
     return state(summary, f"{how} at update {summary['updates']}")
 
 
@@ -52,7 +52,7 @@ def state(summary: Mapping[str, Any], why_not: str) -> str:
 
 
 def mark(summary: Mapping[str, Any]) -> str:
-    """What a reader must know beside the name; empty for a whole run, and for a diagnosis without summary.
+    """What else a reader must know than the name; empty for a whole run, and for a diagnosis without summary.
 
     >>> mark({}), mark({"finished": False})
     ('', 'not finished')

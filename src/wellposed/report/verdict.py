@@ -58,7 +58,7 @@ Sentence = tuple[str | Name | Edits | Code | Listed, ...]
 
 
 def verdict(material: Material) -> dict[str, list[Sentence]]:
-    """Heading -> sentences; a heading without sentences is left out."""
+    """Heading -> sentences; a heading without sentences is skipped."""
     groups = material.groups()
     counted = _counted(groups)
     parts: dict[str, list[Sentence]] = {
@@ -110,7 +110,7 @@ def _tied(subject: Subject, tied: Sequence[Record], largest: Record, images: str
     return (
         "In ",
         Name(subject.name),
-        f" the worst place cannot be told: kappa exceeds what the arithmetic can tell at {len(tied)} places "
+        f" the worst place is not known: kappa exceeds what the arithmetic resolves at {len(tied)} places "
         f"({'; '.join(named[:MOST_TIED])}{more}), where it is at least {short(_least(tied))}, up to "
         f"{largest.text()}{images}.{_comparison(subject)}",
     )
@@ -154,12 +154,12 @@ def _changes(groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
         count += 1
         if count > MOST:
             continue
-        told = [text for text in (_accuracy(subjects, plain[1]), _kappa(subjects, plain[1])) if text]
-        told += [text for text in (_entropy(subjects, plain[1]),) if text]
-        if told:
+        parts = [text for text in (_accuracy(subjects, plain[1]), _kappa(subjects, plain[1])) if text]
+        parts += [text for text in (_entropy(subjects, plain[1]),) if text]
+        if parts:
             named = "; ".join(edits)
             of_edits: Sentence = () if named == name else (" (", Edits(named), ")")
-            yield (Name(name), *of_edits, " beside ", Name(plain[0]), f": {'; '.join(told)}.")
+            yield (Name(name), *of_edits, " compared with ", Name(plain[0]), f": {'; '.join(parts)}.")
     if count > MOST:
         yield (f"{count - MOST} more edited variants are in the table below.",)
 
@@ -218,10 +218,10 @@ def _next(material: Material, groups: dict[str, list[Subject]]) -> Iterator[Sent
             f"{left} run{'' if left == 1 else 's'} did not finish and count{'s' if left == 1 else ''} in no "
             "mean: the same ",
             Code("wellposed train"),
-            " command goes on.",
+            " command resumes it.",
         )
     if any(record is not None and record.status == "at least" for record in map(worst, every)):
-        advice = "Some tokens are beyond what float32 can tell from rank deficient. "
+        advice = "Some tokens exceed float32 resolution: they may be rank deficient. "
         if "no attention skips" in edits or "no both skips" in edits or "remove_skips attention" in edits:
             yield (advice + "Put attention's skips back first (", Code("wp.restore(model)"), ").")
         else:

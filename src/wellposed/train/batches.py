@@ -258,7 +258,7 @@ class Streamed:
         return Loaded(pixels, None, labels)
 
     def _upload(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Copies on the device; on CUDA they are made during the computation that is still going on."""
+        """Copies on the device; on CUDA they are made while the GPU still computes."""
         if self._copies is None:
             return [tensor.to(self._device) for tensor in tensors]
         with torch.cuda.stream(self._copies):
@@ -510,7 +510,7 @@ def check_images(
     policy = recipe.worker_policy
     if policy is not None and recipe.color_jitter and "3a" not in policy:
         raise ValueError(
-            f"timm leaves color_jitter out beside auto_augment={policy}, got color_jitter="
+            f"timm ignores color_jitter with auto_augment={policy}, got color_jitter="
             f"{recipe.color_jitter}; drop one of them."
         )
 

@@ -264,7 +264,7 @@ class Loop:
         self.eps = EpsSchedule([task.module, *averaged], self.updates)
         waits = self.device.type == "cpu" or not takes_flag(self.optimizer) or self.ema is not None
         skips = recipe.on_nonfinite == "skip"
-        self.guard = Guard(task.module, self.optimizer, self.device, goes_on=skips, on_host=waits)
+        self.guard = Guard(task.module, self.optimizer, self.device, continues=skips, on_host=waits)
         self.progress = Progress()
         self.sums = Sums.empty(self.device)
         self.last_test: Tested | None = None
@@ -287,7 +287,7 @@ class Loop:
         try:
             for update, passes in batches:
                 if 0 < self.recipe.collapse_patience <= self.progress.collapsed:
-                    self._tell_collapse()
+                    self._report_collapse()
                     break
                 norm = self.update(update, passes, self.sums)
                 done = self.progress.update = update + 1
@@ -331,7 +331,7 @@ class Loop:
         norm = gradient_norm(self.parameters, self.recipe.clip_grad)
         self.guard.step(update, loss_total, norm)
         self.optimizer.zero_grad(set_to_none=True)
-        if self.ema is not None and not self.guard.left_out_last:
+        if self.ema is not None and not self.guard.skipped_last:
             self.ema.update(self.task.module, step=update)
         sums.values[0] += loss_total
         sums.values[2] += 1
@@ -530,7 +530,7 @@ class Loop:
         self._best = self._weights(source, chosen, note)
         return True
 
-    def _tell_collapse(self) -> None:
+    def _report_collapse(self) -> None:
         update, tests, best = self.progress.update, self.progress.collapsed, self.progress.best
         self.reporter.event("collapsed", update=update)
         self.reporter.warn(

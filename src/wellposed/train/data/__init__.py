@@ -338,7 +338,7 @@ def grouped(paths: Iterable[Path], what: str) -> dict[SplitName, list[Path]]:
         other = next(iter(named.values()))[0]
         raise ValueError(
             f"expected train, val or test in the names of all files of {what}, or of none; got {unnamed[0]} "
-            f"beside {other}."
+            f"next to {other}."
         )
     return named or {"train": unnamed}
 
