@@ -8,7 +8,6 @@ folder with a config.json, or a name on the hub) and ``tv:NAME`` torchvision's.
 'random weights (seed 0)'
 """
 
-import difflib
 import importlib
 import os
 import warnings
@@ -28,6 +27,7 @@ from wellposed.probes.model_input import is_of
 from wellposed.probes.observe import plain
 from wellposed.saving import KEY, apply, lacks, saved_edits
 from wellposed.surgery.insertion import scales
+from wellposed.text import close_names
 from wellposed.weights import few, from_file, misfits, read_weights, renamed, share_tied, unreadable
 
 _described: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
@@ -431,7 +431,7 @@ def _library(name: str, install: str) -> Any:
 
 
 def _unknown(library: str, name: str, known: list[str], where: str) -> ValueError:
-    close = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
+    close = close_names(name, known, most=5)
     hint = f"did you mean {', '.join(close)}? " if close else ""
     return ValueError(f"{library} has no model {name!r}; {hint}{where} lists all.")
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from wellposed.records import Record
+from wellposed.records import OF_ATTENTION, Record
 from wellposed.report.charts import Budget, Chart, Missing, Section, columns
 from wellposed.report.subjects import Material
 
@@ -67,7 +67,7 @@ def attention_section(material: Material, budget: Budget) -> Section | Missing:
 def pictures_of(records: Sequence[Record]) -> list[tuple[Record, str]]:
     """The records of attention over an image, each with its picture as a data URI."""
     grey = next((record for record in records if record.measure == "image" and _is_whole(record)), None)
-    found = [r for r in records if r.measure.startswith("attention ") and _is_whole(r)]
+    found = [r for r in records if r.measure in OF_ATTENTION and _is_whole(r)]
     return [(record, _png(overlay(record, grey))) for record in found]
 
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from wellposed.calls import GRAY
 from wellposed.graying_pictures import together
-from wellposed.records import VERDICTS
+from wellposed.records import OF_JACOBIANS, VERDICTS, Measure
 from wellposed.report.charts import (
     LOG_AXIS,
     Budget,
@@ -208,7 +209,7 @@ def _extremes(material: Material) -> list[tuple[Any, ...]]:
         (subject.name, r.block, r.module, r.position, r.measure, finite(r.value), r.status, r.estimator)
         for subject in material.subjects
         for r in subject.records
-        if r.measure.startswith("jacobian ")
+        if r.measure in OF_JACOBIANS
     ]
 
 
@@ -229,15 +230,7 @@ def _without_spectra(rows: list[tuple[Any, ...]]) -> Section:
 
 
 REST = "Other measurements"
-_ELSEWHERE = (
-    "kappa",
-    "entropy",
-    "spectrum",
-    "rank deficient",
-    "image",
-    "attention picture",
-    "attention rollout",
-)
+_ELSEWHERE = frozenset(Measure) - set(OF_JACOBIANS)
 
 
 def rest_section(material: Material, budget: Budget) -> Section | None:
@@ -258,10 +251,7 @@ def rest_section(material: Material, budget: Budget) -> Section | None:
         )
         for subject in material.subjects
         for r in subject.records
-        if r.measure not in _ELSEWHERE
-        and not r.verdicts
-        and r.head is None
-        and not r.measure.startswith("kappa ")
+        if r.measure not in _ELSEWHERE and not r.verdicts and r.head is None
     ]
     if not rows:
         return None
@@ -284,7 +274,7 @@ _TITLES = {"spectral": "Spectral", "svd": "SVD", "dct": "DCT"}
 
 def graying_section(material: Material, budget: Budget) -> Section | Missing:
     """Rows of numbers, and in ``extra`` a picture for each image and eps."""
-    grays_first = sorted(material.subjects, key=lambda subject: "graying" not in " ".join(subject.edits))
+    grays_first = sorted(material.subjects, key=lambda subject: not subject.has(GRAY))
     shown = material.graying or together([each.graying for each in grays_first if each.graying])
     if shown is None:
         return Missing(GRAYING, "wellposed report RUN_OR_DIAGNOSIS... --images DIR")

@@ -25,6 +25,7 @@ from wellposed.report.subjects import (
     JacobianCurve,
     Material,
     Subject,
+    calls_of,
     edits_of,
     state_of_run,
     with_marks,
@@ -176,7 +177,7 @@ def read_diagnosis(path: Path) -> Subject:
 
 def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name: str = "") -> Subject:
     """The subject of a diagnosis that is at hand."""
-    model = str(about.get("model", "model"))
+    model, edited = str(about.get("model", "model")), _edited(about)
     known = {
         "model": model,
         "weights": about.get("weights"),
@@ -191,7 +192,8 @@ def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name:
     return Subject(
         name=name or model,
         kind="diagnosis",
-        edits=_short_edits([str(edit) for edit in about.get("edits", [])]),
+        edits=_short_edits(edited),
+        calls=tuple((edit["edit"], edit["where"]) for edit in edited),
         key=(model, "diagnosis"),
         records=tuple(records),
         measured_on=f"a diagnosis of {about.get('images', 'some')} images",
@@ -251,6 +253,7 @@ def _run_folder(folder: Path) -> Found:
         kind="run",
         seed=recipe.get("seed"),
         edits=edits_of(recipe),
+        calls=calls_of(recipe),
         key=(str(recipe.get("model")), str(recipe.get("data"))),
         recipe=recipe,
         lines=lines,
@@ -328,13 +331,27 @@ def _jacobians(records: Sequence[Record]) -> tuple[JacobianCurve, ...]:
     return tuple(found)
 
 
-def _short_edits(edits: Sequence[str]) -> tuple[str, ...]:
+_OF_AN_EDIT = ("edit", "where", "module", "detail")
+
+
+def _edited(about: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The edits of a diagnosed model; versions before 0.2.0 wrote each as one text."""
+    texts = [str(edit).split(" ", 3) for edit in about.get("edits", [])]
+    edits = about.get("edited", [dict(zip(_OF_AN_EDIT, text, strict=False)) for text in texts])
+    return [{name: str(edit.get(name, "")) for name in _OF_AN_EDIT} for edit in edits]
+
+
+def _short_edits(edits: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
     """Edits of a kind at several blocks as one."""
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[str, list[Mapping[str, str]]] = {}
     for edit in edits:
-        kinds.setdefault(" ".join(edit.split(" ")[:2]), []).append(edit)
+        kinds.setdefault(f"{edit['edit']} {edit['where']}".strip(), []).append(edit)
     return tuple(
-        _rounded(same[0] if len(same) == 1 else f"{kind} in {len(same)} places: {same[0].split(' ', 3)[-1]}")
+        _rounded(
+            " ".join(filter(None, same[0].values()))
+            if len(same) == 1
+            else f"{kind} in {len(same)} places: {same[0]['detail']}"
+        )
         for kind, same in kinds.items()
     )
 
@@ -406,6 +423,7 @@ def _study_subject(run: RunRecord, summary: Mapping[str, Any], study: str, sever
         kind="run",
         seed=run.seed,
         edits=edits_of(recipe),
+        calls=calls_of(recipe),
         key=(study, str(recipe.get("model")), run.data),
         recipe=recipe,
         lines=[event for point in run.curve for event in _events(point)],

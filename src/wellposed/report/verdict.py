@@ -7,6 +7,7 @@ apart, so that it cannot run into the sentence around it.
 import math
 from collections.abc import Iterator, Sequence
 
+from wellposed.calls import GRAY
 from wellposed.records import Record, short
 from wellposed.report.comparing import (
     accuracy,
@@ -212,7 +213,7 @@ def _entropy(edited: Sequence[Subject], plain: Sequence[Subject]) -> str:
 
 def _next(material: Material, groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
     every = material.subjects
-    edits = " ".join(edit for subject in every for edit in subject.edits)
+    has_grayed = any(subject.has(GRAY) for subject in every)
     if left := len(material.unfinished):
         yield (
             f"{left} run{'' if left == 1 else 's'} did not finish and count{'s' if left == 1 else ''} in no "
@@ -222,26 +223,26 @@ def _next(material: Material, groups: dict[str, list[Subject]]) -> Iterator[Sent
         )
     if any(record is not None and record.status == "at least" for record in map(worst, every)):
         advice = "Some tokens exceed float32 resolution: they may be rank deficient. "
-        if "no attention skips" in edits or "no both skips" in edits or "remove_skips attention" in edits:
+        if any(subject.has("remove_skips", ("attention", "both", "all")) for subject in every):
             yield (advice + "Put attention's skips back first (", Code("wp.restore(model)"), ").")
         else:
             yield (advice + "Look at those blocks first.",)
     entering = [log for each in every if (log := largest_log(each, "input")) is not None]
-    if entering and max(entering) >= math.log(LARGE_KAPPA) and "gray" not in edits:
+    if entering and max(entering) >= math.log(LARGE_KAPPA) and not has_grayed:
         yield (
             "Kappa of what enters the blocks is large and nothing is grayed: try training with it, ",
             Code("wellposed train --edit 'gray_tokens eps=0.7'"),
             ". It hardly moves the kappa of attention's own output, and in trained weights it costs accuracy "
             "until they are trained with it.",
         )
-    elif "gray" in edits:
+    elif has_grayed:
         yield (
             "Tokens are grayed already: try another eps or place (",
             Code("python -m studies eps-sweep"),
             ").",
         )
     dense = [v for each in every if not each.is_random and (v := mean_entropy(each)) is not None]
-    if dense and max(dense) >= DENSE and "broadcast" not in edits:
+    if dense and max(dense) >= DENSE and not any(each.has("broadcast_context") for each in every):
         yield (
             f"Attention is dense (mean entropy up to {max(dense):.3f}), which Context Broadcasting was "
             "made for. Plain CB takes most of the accuracy of trained weights at once, and in our runs from "
