@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from wellposed.train import fitting as signals
+from wellposed.train import loop as signals
 from wellposed.train.loop import StopRequest
 
 

@@ -192,9 +192,9 @@ def test_strong_policies_leave_a_picture(policy: str, mode: str) -> None:
         def picture(self, index: int) -> Image.Image:
             return picture
 
-    items = Items(One(), (step,), 0, replaces=False)  # type: ignore[arg-type]
+    items = Items(One(), (step,), 0)  # type: ignore[arg-type]
     for position in range(150):
-        made = items[Key(0, position, 0)].pixels
+        made = items[Key(0, position, 0)][0]
         assert made.shape == (channels, SIZE, SIZE)
         assert made.dtype == torch.uint8
 
