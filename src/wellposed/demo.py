@@ -333,7 +333,7 @@ def _points(plain: Row, edited: Row, test_images: int) -> str:
     seeds = sorted(edited.accuracy.keys() & plain.accuracy.keys())
     difference = one_sample([100 * (edited.accuracy[seed] - plain.accuracy[seed]) for seed in seeds])
     if difference.p is not None:
-        zero = "; no difference, zero is inside" if difference.covers(0) else ""
+        zero = ", undecided: zero is inside" if difference.covers(0) else ""
         return f"{difference.mean:+.1f} points [{difference.low:+.1f}, {difference.high:+.1f}]{zero}"
     share = (edited.mean + plain.mean) / 2
     resolved = 196 * math.sqrt(2 * share * (1 - share) / (test_images * difference.n))

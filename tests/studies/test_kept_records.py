@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from studies import findings, runner
 from studies import report as reporting
-from studies import runner
 from studies.study import ROOT, Records, get
 from wellposed import study_records
 from wellposed.stats import judged
@@ -82,3 +82,9 @@ def test_the_picture_of_all_effects_is_that_of_the_tables(tmp_path: Path) -> Non
     kept = ROOT.parent / "results" / "effects.csv"
     assert (tmp_path / "effects.csv").read_text() == kept.read_text()
     assert (tmp_path / "effects.png").stat().st_size > 10_000
+
+
+def test_the_findings_follow_the_records() -> None:
+    page = findings.PAGE.read_text()
+    assert findings.with_tables(page) == page
+    assert len(page.split()) <= 1500

@@ -1,0 +1,248 @@
+"""The tables of docs/findings.md: each claim of the papers with its evidence, from the studies' summaries.
+
+    python -m studies.findings
+
+A line names a claim by its study and contrast, so that a table can say nothing that no record says.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from studies.report import read_summary
+from studies.study import ROOT, Scale, folder_of
+from wellposed.files import write_text
+from wellposed.stats import Claim
+from wellposed.study_records import claim_from_dict
+
+PAGE = ROOT.parent / "docs" / "findings.md"
+END = "<!-- end of claims -->"
+HEAD = ["| claim | measured on | n | difference [95%] | paper | verdict |", "| - | - | - | - | - | - |"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A claim of a table.
+
+    Args:
+        says: the claim in words.
+        study: that measured it.
+        on: data set or model, in words.
+        contrast: of the claim, as its study has it.
+        name: of the claim, where several have that contrast.
+        scale: of the study.
+    """
+
+    says: str
+    study: str
+    on: str
+    contrast: str
+    name: str = ""
+    scale: Scale = "small"
+
+
+def accuracy(says: str, study: str, first: str, second: str, **sets: str) -> list[Line]:
+    """A line a data set, of the difference of two variants; ``sets`` are words by name."""
+    return [
+        Line(says, study, words, f"{first} - {second}, {name.replace('_', '-')}, points of accuracy")
+        for name, words in sets.items()
+    ]
+
+
+TINY = {"tiny_imagenet_50": "Tiny-ImageNet-50"}
+CIFAR = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
+DIGITS = {"digits": "digits"}
+NEAREST = "ln bound - ln kappa where they are nearest, all skips"
+MIDDLE = "ln of the value at 50% over the largest"
+
+SKIPS = [
+    *accuracy(
+        "a ViT loses points without attention's skips",
+        "skip-ablation",
+        "no attention skip",
+        "all skips",
+        **DIGITS,
+        cifar10="CIFAR-10",
+    ),
+    *accuracy(
+        "it loses points without the FFN's",
+        "skip-ablation",
+        "no FFN skip",
+        "all skips",
+        **DIGITS,
+        cifar10="CIFAR-10",
+    ),
+    *accuracy(
+        "attention's skips are worth more",
+        "skip-ablation",
+        "no attention skip",
+        "no FFN skip",
+        **DIGITS,
+        cifar10="CIFAR-10",
+    ),
+    *(
+        Line(
+            "attention's output has the higher ln kappa",
+            "skip-ablation",
+            words,
+            f"attention - FFN without their skips, all skips, {name}, median ln kappa of the blocks",
+        )
+        for name, words in {**DIGITS, "cifar10": "CIFAR-10"}.items()
+    ),
+    Line(
+        "Proposition 4.1 holds (linear attention)",
+        "bounds",
+        "four sets",
+        NEAREST,
+        "kappa is below its bound: Prop. 4.1, attention without skip, linear attention",
+    ),
+    Line(
+        "Proposition 4.2 holds",
+        "bounds",
+        "four sets",
+        NEAREST,
+        "kappa is below its bound: Prop. 4.2, attention with skip, linear attention",
+    ),
+    Line(
+        "the FFN's bound holds (linear)",
+        "bounds",
+        "four sets",
+        NEAREST,
+        "kappa is below its bound: FFN, without its activation",
+    ),
+    Line(
+        "the skip lowers attention's ln kappa",
+        "bounds",
+        "four sets",
+        "Prop. 4.2 - Prop. 4.1, linear attention, all skips, ln kappa after training",
+    ),
+    *accuracy(
+        "a ConvMixer needs no skips (margin 0.2)",
+        "convmixer",
+        "without skips",
+        "with skips",
+        **DIGITS,
+        **TINY,
+        **CIFAR,
+    ),
+]
+GRAYING = [
+    *accuracy(
+        "spectral graying of the embedding (0.7) helps",
+        "eps-sweep",
+        "spectral 0.7, embedding",
+        "no graying",
+        **DIGITS,
+        **TINY,
+        **CIFAR,
+    ),
+    *accuracy("of the pixels", "eps-sweep", "spectral 0.7, pixels", "no graying", **DIGITS, **TINY, **CIFAR),
+    *accuracy(
+        "DCT graying helps a masked autoencoder",
+        "mae",
+        "MAE + DCT, fine-tuned",
+        "MAE, fine-tuned",
+        **DIGITS,
+        **TINY,
+    ),
+    Line(
+        "SVD graying flattens the Jacobian of the block that reads it",
+        "jacobian-spectrum",
+        "digits",
+        f"eps 0.5 - eps 1, digits, {MIDDLE}",
+        "a lower eps flattens the Jacobian's spectrum: SVD graying of the block's input",
+    ),
+    Line(
+        "so does DCT graying",
+        "jacobian-spectrum",
+        "digits",
+        f"eps 0.5 - eps 1, digits, {MIDDLE}",
+        "a lower eps flattens the Jacobian's spectrum: DCT graying of the block's input",
+    ),
+    Line(
+        "DCT graying costs at most 5% of a step",
+        "training-time",
+        "ViT-B, H200",
+        "dct-embedding / plain - 1, time of a training step",
+    ),
+    Line(
+        "SVD graying at least doubles it",
+        "training-time",
+        "ViT-B, H200",
+        "svd-embedding / plain - 2, time of a training step",
+    ),
+]
+BROADCASTING = [
+    *accuracy(
+        "CB helps (pooled models: not as published)",
+        "context-broadcasting",
+        "CB",
+        "none",
+        **DIGITS,
+        **TINY,
+        **CIFAR,
+    ),
+    Line(
+        "trained attention is dense",
+        "density",
+        "digits",
+        "mean over the heads - 0.5, digits, entropy over log n",
+    ),
+    Line(
+        "denser rows have a steeper softmax (nuclear norm)",
+        "density",
+        "digits",
+        "rank correlation of entropy and norm, digits",
+        "denser rows have a steeper softmax by the nuclear norm (trace)",
+    ),
+]
+TABLES = {"skips": SKIPS, "graying": GRAYING, "broadcasting": BROADCASTING}
+
+
+def claim_of(line: Line) -> Claim:
+    """The claim that a line names."""
+    folder = folder_of(line.study, line.scale)
+    claims = [claim_from_dict(each) for each in read_summary(folder).get("claims", [])]
+    found = [each for each in claims if each.contrast == line.contrast and line.name in ("", each.name)]
+    if len(found) != 1:
+        raise ValueError(
+            f"expected one claim with the contrast {line.contrast!r} in {folder}, got {len(found)}; "
+            "it has " + "; ".join(dict.fromkeys(each.contrast for each in claims))
+        )
+    return found[0]
+
+
+def rows(lines: Sequence[Line]) -> list[str]:
+    """A row a line; what is said of several sets is said once."""
+    made = []
+    before = ""
+    for line in lines:
+        claim, said = claim_of(line), line.study + line.says
+        estimate = claim.estimate
+        assert estimate is not None
+        numbers = str(estimate).rsplit(", n = ")[0]
+        paper = "" if claim.paper is None else f"{claim.paper:+g}"
+        link = f"[{line.says}](../studies/{line.study.replace('-', '_')}/README.md)"
+        cells = ["" if said == before else link, line.on, str(estimate.n), numbers, paper]
+        made.append("| " + " | ".join([*cells, claim.verdict.value]) + " |")
+        before = said
+    return made
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables made again, each between its marks."""
+    for name, lines in TABLES.items():
+        before, mark, rest = page.partition(f"<!-- claims: {name} -->\n")
+        _, end, after = rest.partition(END)
+        if not (mark and end):
+            raise ValueError(f"expected the marks of the table {name!r} in {PAGE}, there are none.")
+        page = before + mark + "\n".join([*HEAD, *rows(lines), ""]) + end + after
+    return page
+
+
+def main(path: Path = PAGE) -> None:
+    write_text(path, with_tables(path.read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    main()
