@@ -28,13 +28,12 @@ from wellposed.train.batches import make_batches
 from wellposed.train.checkpoint import Store
 from wellposed.train.data import ImageData, Split
 from wellposed.train.data.images import PixelImages
+from wellposed.train.fitting import from_data, from_model
 from wellposed.train.loop import LOOK_EVERY, USUAL, Loop, Sums, first_test_images, paced
-from wellposed.train.model import build_model
+from wellposed.train.model import build_model, make_task
 from wellposed.train.order import generators_kept
 from wellposed.train.parallel import make_accelerator
 from wellposed.train.recipe import Recipe
-from wellposed.train.resolve import from_data, from_model
-from wellposed.train.tasks import make_task
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -6,7 +6,7 @@ from short_runs import run, weights
 from wellposed.run_records import read_run
 from wellposed.train import Recipe
 from wellposed.train.loop import Loop
-from wellposed.train.tasks import Tested as Found
+from wellposed.train.model import Tested as Found
 
 
 def epochs_tested(folder) -> list[int]:

@@ -22,9 +22,9 @@ from wellposed.train import Recipe, fit
 from wellposed.train import loop as saving
 from wellposed.train import model as builder
 from wellposed.train.data import open_data
+from wellposed.train.fitting import from_data
 from wellposed.train.model import build_model
 from wellposed.train.recipe import read_recipe
-from wellposed.train.resolve import from_data
 
 SMALL_MODELS = {
     "vit_tiny_patch16_224": TINY,

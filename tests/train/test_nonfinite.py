@@ -10,8 +10,8 @@ from torch import nn
 from short_runs import assert_bitwise, run, weights
 from wellposed.run_records import read_run
 from wellposed.train.loop import Loop
+from wellposed.train.model import Task
 from wellposed.train.optimizer import Guard, takes_flag
-from wellposed.train.tasks import Task
 
 BAD = 6
 

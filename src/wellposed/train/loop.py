@@ -28,6 +28,7 @@ from wellposed.probes import Monitor
 from wellposed.train.batches import Batch, EvalBatches, TrainBatches
 from wellposed.train.checkpoint import Checkpoint, Store
 from wellposed.train.export import Weights
+from wellposed.train.model import Task, Tested, evaluate
 from wellposed.train.optimizer import (
     EpsSchedule,
     Guard,
@@ -57,7 +58,6 @@ from wellposed.train.parallel import (
 )
 from wellposed.train.recipe import Recipe
 from wellposed.train.reporter import Reporter
-from wellposed.train.tasks import Task, Tested, evaluate
 from wellposed.train.training_state import gather, gather_weights, restore, restore_weights
 
 if TYPE_CHECKING:
