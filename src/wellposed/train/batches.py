@@ -344,11 +344,18 @@ def make_batches(
     device = torch.device(device)
     check_share(recipe, rank, world)
     check_images(recipe, data, image_size, mean, std)
-    check_batch_size(recipe, len(data.train))
+    if recipe.batch_size > len(data.train):
+        raise ValueError(
+            f"batch_size must be at most the number of training images, {len(data.train)}, got "
+            f"{recipe.batch_size}; lower batch_size."
+        )
     augmentation = Augmentation.of(recipe)
     if choose_placement(recipe, data, image_size, device) == "device":
         sources: list[Source] = [
-            _resident(split, image_size, data.channels, device) for split in (data.train, data.test)
+            Resident(
+                upload(decode_all(split, image_size, data.channels), device), upload(split.labels, device)
+            )
+            for split in (data.train, data.test)
         ]
     else:
         steps = train_steps(recipe, image_size, mean), eval_steps(image_size)
@@ -388,11 +395,6 @@ def make_batches(
     eval_size = recipe.batch_size // (world * recipe.accumulate)
     test = EvalBatches(sources[1], eval_size, mean=mean, std=std, device=device, rank=rank, world=world)
     return train, test
-
-
-def _resident(split: Split, size: int, channels: int, device: torch.device) -> Resident:
-    """The images of a split, decoded onto the device."""
-    return Resident(upload(decode_all(split, size, channels), device), upload(split.labels, device))
 
 
 SHARE = 1 / 4
@@ -459,15 +461,6 @@ def check_share(recipe: Recipe, rank: int, world: int) -> None:
         raise ValueError(
             f"mixup and cutmix pair the images of a pass, so it needs an even number, got batch_size="
             f"{recipe.batch_size} over {words} = {size} in a pass; use batch_size={(size + 1) * slots}."
-        )
-
-
-def check_batch_size(recipe: Recipe, images: int) -> None:
-    """An epoch has at least one update."""
-    if recipe.batch_size > images:
-        raise ValueError(
-            f"batch_size must be at most the number of training images, {images}, got {recipe.batch_size}; "
-            "lower batch_size."
         )
 
 

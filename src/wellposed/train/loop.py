@@ -585,7 +585,6 @@ class Loop:
             self.monitor.every = progress.monitor_every
 
     def last_weights(self) -> Weights:
-        """Those of now."""
         return self._weights(self.module, self.last_test)
 
     def _weights(self, source: nn.Module, tested: Tested | None, note: str = "") -> Weights:

@@ -190,9 +190,6 @@ class Decoder(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads, qkv_bias=True) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.to_pixels = nn.Linear(width, pixels)
-        self._init_weights()
-
-    def _init_weights(self) -> None:
         nn.init.normal_(self.mask_token, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -365,9 +362,6 @@ class MaskedAutoencoder(nn.Module):
             # Models that pool all tokens norm them afterwards, in fc_norm.
             norm_input=isinstance(vit.norm, nn.Identity),
         ).to(next(vit.parameters()))
-        self._freeze_what_takes_no_part()
-
-    def _freeze_what_takes_no_part(self) -> None:
         for name in ("fc_norm", "attn_pool", "head", "head_dist"):
             part = getattr(self.encoder, name, None)
             if isinstance(part, nn.Module):

@@ -80,7 +80,11 @@ def build_model(recipe: Recipe, classes: int, channels: int) -> Built:
     model, options = _build(recipe, options)
     _check_patches(model, recipe)
     if recipe.init == "xavier":
-        _xavier(model, recipe.seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(recipe.seed)
+            for module in model.modules():
+                if isinstance(module, nn.Linear):
+                    nn.init.xavier_uniform_(module.weight)
     elif recipe.init != "timm":
         surgery.initialise(model, recipe.init, seed=recipe.seed)
     edits = apply_edits(model, recipe)
@@ -140,14 +144,6 @@ def _refused(recipe: Recipe, error: TypeError) -> TypeError:
         f"timm's {recipe.model} does not take the options of the recipe: {error}. Leave it out of "
         "patch_size, drop_path or model_options."
     )
-
-
-def _xavier(model: nn.Module, seed: int) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
 
 
 def _statistics(model: nn.Module, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -20,6 +20,7 @@ Traceback (most recent call last):
 ValueError: ...mine.toml has an unknown field 'epoch'; did you mean 'epochs'?
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -28,7 +29,7 @@ import numbers
 import os
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -262,9 +263,18 @@ def fitting(name: str, value: Any, hint: Any) -> Any:
         return None
     origin = get_origin(kind)
     if origin is Literal:
-        return _choice(name, value, get_args(kind))
+        choices = get_args(kind)
+        if value in choices:
+            return value
+        listed = ", ".join(map(str, choices))
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}{nearest(value, choices)}")
     if origin is tuple:
-        return _tuple(name, value, get_args(kind)[0])
+        if _is_none_word(value):
+            return ()
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(f"{name} must be a list, got {value!r}.")
+        (item, *_) = get_args(kind)
+        return tuple(fitting(f"{name}[{index}]", each, item) for index, each in enumerate(value))
     if origin is dict:
         return _options(name, value)
     if kind is str and isinstance(value, os.PathLike):
@@ -279,21 +289,6 @@ def fitting(name: str, value: Any, hint: Any) -> Any:
 
 def _is_none_word(value: Any) -> bool:
     return isinstance(value, str) and value == NONE
-
-
-def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    if value in choices:
-        return value
-    listed = ", ".join(map(str, choices))
-    raise ValueError(f"{name} must be one of {listed}, got {value!r}{nearest(value, choices)}")
-
-
-def _tuple(name: str, value: Any, item: Any) -> tuple[Any, ...]:
-    if _is_none_word(value):
-        return ()
-    if isinstance(value, (list, tuple)):
-        return tuple(fitting(f"{name}[{index}]", each, item) for index, each in enumerate(value))
-    raise TypeError(f"{name} must be a list, got {value!r}.")
 
 
 def _options(name: str, value: Any) -> dict[str, Any]:
@@ -424,14 +419,26 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     """The fields that a file gives, each checked; an error names the file."""
     path = Path(path)
     text = _read_text(path)
-    values = _parse_toml(text, path)
     try:
-        values = with_edits(values)
+        given = parse_toml(text)
+    except ValueError as error:
+        said = str(error).replace("end of document", f"the end, line {text.count(chr(10)) + 1}")
+        raise ValueError(f"{path} is not valid TOML: {said}") from error
+    with _named(path):
+        given = with_edits(given)
+    values = without_removed(given, str(path))
+    require_known(values, str(path))
+    with _named(path):
+        return {name: checked(name, value) for name, value in values.items()}
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An error inside names the file."""
+    try:
+        yield
     except (TypeError, ValueError) as error:
         raise type(error)(f"{path}: {error}") from error
-    values = without_removed(values, str(path))
-    require_known(values, str(path))
-    return {name: _checked_in_file(name, value, path) for name, value in values.items()}
 
 
 def combine(file_values: Mapping[str, Any], flag_values: Mapping[str, Any]) -> Recipe:
@@ -479,18 +486,3 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"{path} must be UTF-8 text, got a byte that is none in line {line}.") from error
     except ValueError as error:
         raise ValueError(f"expected a recipe in {path}, which cannot be read: {error}.") from error
-
-
-def _parse_toml(text: str, path: Path) -> dict[str, Any]:
-    try:
-        return parse_toml(text)
-    except ValueError as error:
-        said = str(error).replace("end of document", f"the end, line {text.count(chr(10)) + 1}")
-        raise ValueError(f"{path} is not valid TOML: {said}") from error
-
-
-def _checked_in_file(name: str, value: Any, path: Path) -> Any:
-    try:
-        return checked(name, value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{path}: {error}") from error
