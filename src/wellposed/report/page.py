@@ -90,6 +90,12 @@ def report_page(material: Material, *, title: str = "wellposed report", limit: i
         material: of :func:`wellposed.report.read_material`.
         title: of the page.
         limit: bytes.
+
+    Returns:
+        The page as text.
+
+    Example:
+        ``report_page(read_material(["runs/plain", "runs/grayed"]))``
     """
     budget, size = Budget(), 0
     while True:
@@ -107,14 +113,36 @@ def report_page(material: Material, *, title: str = "wellposed report", limit: i
 
 
 def write_report(paths: Sequence[str | Path], out: str | Path = "report.html") -> Material:
-    """Read runs and diagnoses, write the page, and give what was read."""
+    """Read runs and diagnoses and write their page.
+
+    Args:
+        paths: as of :func:`wellposed.report.read_material`.
+        out: the page, in a folder that is made if need be.
+
+    Returns:
+        What was read.
+
+    Example:
+        ``write_report(["runs/plain", "runs/grayed"], "report.html")``
+    """
     material = read_material(paths)
     write(report_page(material), out)
     return material
 
 
 def diagnosis_page(records: Sequence[Record], about: dict[str, Any]) -> str:
-    """The page of one diagnosis that is at hand."""
+    """The page of one diagnosis that is at hand.
+
+    Args:
+        records: of the diagnosis.
+        about: its model, edits and images, as :class:`wellposed.probes.Diagnosis` has them.
+
+    Returns:
+        The page as text.
+
+    Example:
+        ``diagnosis_page(diagnosis.records, diagnosis.about)``
+    """
     subject = diagnosis_subject(records, about)
     return report_page(Material(tuple(with_unique_names([subject]))), title=f"diagnosis of {subject.name}")
 
@@ -183,6 +211,12 @@ def read_data(page: str) -> dict[str, list[dict[str, Any]]]:
 
     Args:
         page: the text of the page.
+
+    Returns:
+        Section -> its rows, each a mapping of columns to numbers and words.
+
+    Example:
+        ``read_data(Path("report.html").read_text())["conditioning"]``
     """
     found = re.search(rf"<script type='application/json' id='{_DATA}'>(.*?)</script>", page, re.DOTALL)
     if found is None:

@@ -111,6 +111,12 @@ def read_material(paths: Sequence[str | Path]) -> Material:
     Args:
         paths: folder of a run, of a sweep, of a study, or a folder of such; a diagnosis, as a JSON file or
             the folder that ``wellposed diagnose --out`` wrote.
+
+    Returns:
+        Runs and diagnoses in one form, with what could not be read.
+
+    Example:
+        ``read_material(["runs/plain", "diagnosed"]).subjects``
     """
     if not paths:
         raise ValueError("expected runs or diagnoses to report, got none; name their folders.")

@@ -112,6 +112,9 @@ def fit(
 
     Returns:
         How the run ended, with its numbers.
+
+    Example:
+        ``fit(Recipe(epochs=3), out="runs/first").accuracy``
     """
     console = Console(stderr=True, quiet=quiet) if console is None or quiet else console
     require_accelerate()

@@ -59,7 +59,12 @@ def _field(default: Any, group: str, help: str, *, free: bool = False) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A training run. See the fields' help, ``wellposed train --help`` or docs/train.md."""
+    """A training run. See the fields' help, ``wellposed train --help-all`` or docs/train.md.
+
+    Example:
+        >>> Recipe(model="vit_tiny_patch16_224", edits=["gray_tokens eps=0.7"], epochs=3).edits
+        ({'edit': 'gray_tokens', 'eps': 0.7},)
+    """
 
     # fmt: off
     task: Task = _field("classify", "Task",

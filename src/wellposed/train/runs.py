@@ -289,6 +289,12 @@ def open_run(
             has its best weights from its first checkpoint on.
         images: how many test images, spread evenly over the test set.
         device: for models and images; None is the one of the recipe, a GPU where there is one.
+
+    Returns:
+        The run; its models are built and its images decoded when they are asked for.
+
+    Example:
+        ``run = open_run("runs/first"); wellposed.diagnose(run.model("best"), run.images)``
     """
     folder = Path(folder).expanduser()
     _require_run(folder)
