@@ -252,6 +252,16 @@ def readme(name: str, study: Study, folder: Path) -> str:
     lines = [f"# {study.title[0].upper()}{study.title[1:]}", "", f"*{study.paper}.* {study.claim}", ""]
     for file in sorted(folder.glob(f"*/{SUMMARY}"), reverse=True):
         lines += _scale_section(read_object(file), file.parent)
+    if not list(folder.glob(f"*/{SUMMARY}")):
+        seeds = f"{study.seeds[0]}-{study.seeds[-1]}"
+        lines += [
+            "## Not run yet",
+            "",
+            "```",
+            f"python -m studies {name} --data DATA --seeds {seeds}",
+            "```",
+            "",
+        ]
     notes = folder / "notes.md"
     if notes.is_file():
         lines += ["## What else was seen", "", notes.read_text(encoding="utf-8").strip(), ""]
