@@ -377,9 +377,9 @@ class Reach:
         made_of = [self.result, *self.given]
         if self.core.query is not None:
             query = self.core.query if axis is None else self.core.query.select(axis, index)
-            return _reaching(query, made_of)
+            return reaching(query, made_of)
         one, other = self._two_rows(axis, index)
-        pairs = zip(_reaching(one, made_of), _reaching(other, made_of), strict=True)
+        pairs = zip(reaching(one, made_of), reaching(other, made_of), strict=True)
         # Keys reach both rows. In causal attention the second one sees all keys of the first.
         return [a & ~b for a, b in pairs]
 
@@ -394,13 +394,13 @@ class Reach:
         reached = torch.zeros_like(self.result, dtype=torch.bool)
         for made in (self.core.key, self.core.value):
             if made is not None:
-                reached |= _reaching(made, [self.result])[0]
+                reached |= reaching(made, [self.result])[0]
         if self.core.logits is not None:
             for axis in range(self.core.logits.ndim - 2):
                 count = self.core.logits.shape[axis]
                 # Of many windows some: what is found is proven by a run.
                 for index in range(0, count, max(count // _FEW, 1)):
-                    one, other = (_reaching(x, [self.result])[0] for x in self._two_rows(axis, index))
+                    one, other = (reaching(x, [self.result])[0] for x in self._two_rows(axis, index))
                     reached |= one & other
         return reached
 
@@ -411,7 +411,7 @@ class Reach:
         return -1 if along == self.result.ndim - 1 else along
 
 
-def _reaching(made: Tensor, of: list[Tensor]) -> list[Tensor]:
+def reaching(made: Tensor, of: list[Tensor]) -> list[Tensor]:
     """Which numbers of some tensors another one was made of."""
     if not made.requires_grad:
         return [torch.zeros_like(x, dtype=torch.bool) for x in of]

@@ -58,7 +58,7 @@ from wellposed.probes.attention_maps import no_attention, watching_attention
 from wellposed.probes.conditioning import token_condition_number
 from wellposed.probes.images import first_images
 from wellposed.probes.observe import padding_of, plain, watching_tokens
-from wellposed.probes.passes import forward_passes
+from wellposed.probes.passes import Sample, forward_passes, median, summarize
 from wellposed.probes.projections import (
     AttentionProjections,
     FeedForward,
@@ -68,7 +68,6 @@ from wellposed.probes.projections import (
     feed_forward,
     watching_inputs,
 )
-from wellposed.probes.summary import Sample, median, summarize
 from wellposed.records import Record, dtype_name
 from wellposed.surgery.uniform import uniform_heads_of
 

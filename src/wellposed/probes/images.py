@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from wellposed.anatomy.example import LIBRARIES
 from wellposed.image_files import decode, reason
 from wellposed.interrupts import uninterrupted
-from wellposed.probes.image_sources import KEYS, Source, pieces, source_of
 from wellposed.probes.model_input import (
     Transform,
     channels_of,
@@ -32,7 +31,7 @@ from wellposed.probes.model_input import (
     model_transform,
     takes_videos,
 )
-from wellposed.probes.named_inputs import NamedBatches, NamedInputs, as_named
+from wellposed.probes.named_inputs import KEYS, NamedBatches, NamedInputs, Source, as_named, pieces, source_of
 from wellposed.probes.observe import plain, preserved
 
 __all__ = [

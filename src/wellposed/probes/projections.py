@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from wellposed.anatomy.model import Block
-from wellposed.anatomy.queries import HEAD_COUNTS
+from wellposed.anatomy.projections import OUTPUTS, PROJECTIONS, head_count
 from wellposed.anatomy.rows import to_tokens
 from wellposed.linalg.precision import in_float64
 from wellposed.probes.observe import layout_of
@@ -37,19 +37,9 @@ The convolution's image is (B, D, H, W). What goes into attention keeps the axes
 (B', H, W, D), and where a model puts the tokens of all images below one another, it is (1, B' N, D).
 """
 
-# Which of q, k and v a layer makes, stacked in this order, and its path in the attention module.
-_PROJECTIONS: tuple[dict[str, str], ...] = (
-    {"qkv": "qkv"},
-    {"q": "q", "kv": "kv"},
-    {"q": "q", "k": "k", "v": "v"},
-    {"q": "q_proj", "k": "k_proj", "v": "v_proj"},
-    {"q": "query", "k": "key", "v": "value"},
-    {"q": "attention.query", "k": "attention.key", "v": "attention.value"},
-    {"q": "self.query", "k": "self.key", "v": "self.value"},
-    {"q": "q_lin", "k": "k_lin", "v": "v_lin"},
-    {"qkv": "c_attn"},
-)
-_OUTPUTS = ("proj", "o_proj", "out_proj", "output.dense", "dense", "out_lin", "c_proj")
+# And with the weight the other way round (GPT-2).
+_PROJECTIONS: tuple[dict[str, str], ...] = (*PROJECTIONS, {"qkv": "c_attn"})
+_OUTPUTS = (*OUTPUTS, "dense", "c_proj")
 # Of a gated MLP's two input layers, the one that goes through the activation.
 _GATES = ("gate_proj", "fc1_g", "w1")
 
@@ -152,7 +142,9 @@ def attention_projections(block: Block) -> AttentionProjections:
     # CaiT lets its heads talk.
     remark = "the heads are mixed after the softmax" if _linear(attention, "proj_w") else ""
     out_map = out.map()
-    heads = _heads(name, attention)
+    heads = head_count(name, attention)
+    if isinstance(heads, str):
+        raise ValueError(f"{heads}.")
     widths = [layer.W.shape[1] for layer in maps.values()]
     if len({*widths[:2]}) > 1 or widths[2] != len(out_map.W):
         raise ValueError(
@@ -341,14 +333,6 @@ def _only_layer(module: nn.Module) -> _Layer | None:
     layers = [layer for part in module.modules() if (layer := _layer(part)) is not None]
     has_scale_behind = any(isinstance(part, _BatchNorm) for part in module.modules())
     return layers[0] if len(layers) == 1 and not has_scale_behind else None
-
-
-def _heads(name: str, attention: nn.Module) -> int:
-    for owner in (attention, getattr(attention, "attention", None), getattr(attention, "self", None)):
-        for attribute in HEAD_COUNTS:
-            if isinstance(count := getattr(owner, attribute, None), int):
-                return count
-    raise _unknown(name, attention, f"the number of heads as {' or '.join(HEAD_COUNTS)}")
 
 
 def _between(mlp: nn.Module) -> str:
