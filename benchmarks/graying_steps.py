@@ -28,12 +28,12 @@ from benchmarks.floors import (
     svd_work,
 )
 from benchmarks.timing import PeakMemory, message, release, seconds_per_call
+from benchmarks.trainer import bare_step
 from wellposed.anatomy.model import blocks, embeddings
 from wellposed.compiling import many_programs
 from wellposed.nn.graying import DEFAULT_EPS
-from wellposed.train.batches.order import generators_kept
-from wellposed.train.bench import bare_step
 from wellposed.train.model import build_model
+from wellposed.train.order import generators_kept
 from wellposed.train.recipe import Recipe
 
 PLAIN = "plain"

@@ -25,7 +25,7 @@ from wellposed.run_records import read_run
 from wellposed.study_records import RunRecord, rounded, thinned
 from wellposed.train import Recipe, sweep
 from wellposed.train.edits import whole
-from wellposed.train.recipe import combine, read_recipe, write_recipe
+from wellposed.train.recipe import REMOVED, combine, read_recipe, write_recipe
 
 ENDED = ("finished", "nonfinite")
 """States that another try would not change."""
@@ -248,7 +248,7 @@ def run_name(recipe: Recipe) -> str:
     >>> run_name(Recipe(data="cifar10:HERE")) == run_name(Recipe(data="cifar10:THERE", workers=0))
     True
     """
-    values = without_folders(recipe).to_mapping()
+    values = {name: default for name, (default, _) in REMOVED.items()} | without_folders(recipe).to_mapping()
     decisive = {
         name: value for name, value in values.items() if name not in ("workers", "device", "trackers")
     }

@@ -31,7 +31,7 @@ from wellposed.run_records import read_run
 from wellposed.text import indices
 from wellposed.train import Recipe, open_run
 from wellposed.train import checkpoint as manifest
-from wellposed.train.batches.sources import read_by
+from wellposed.train.batches import read_by
 from wellposed.train.checkpoint import Store
 from wellposed.train.data import open_data
 from wellposed.train.recipe import read_recipe

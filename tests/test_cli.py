@@ -340,19 +340,12 @@ def test_pack(folder, tmp_path) -> None:
     assert "broken.jpg" in result.output
 
 
-def test_bench_train(monkeypatch, tmp_path) -> None:
-    def fake(recipe, *, updates):
-        fake.called = (recipe, updates)
-        return SimpleNamespace(table=lambda: "the table", to_mapping=lambda: {"ratio": 1.5})
-
-    monkeypatch.setitem(sys.modules, "wellposed.train.bench", SimpleNamespace(run=fake))
-    arguments = ("--model", "vit_tiny_patch16_224", "--image-size", 32, "--patch-size", 4, "--no-compile")
-    result = invoke("bench", "train", *arguments, "--json", tmp_path / "bench.json")
-    assert result.output == "the table\n"
-    expected = Recipe(model="vit_tiny_patch16_224", image_size=32, patch_size=4, compile=False)
-    assert fake.called == (expected, 50)
-    assert json.loads((tmp_path / "bench.json").read_text()) == {"ratio": 1.5}
-    assert invoke("bench", "train", "--epochs", 3).exit_code == 2
+def test_bench_says_where_the_benchmarks_are() -> None:
+    result = invoke("bench")
+    assert (result.exit_code, "python -m benchmarks" in result.output) == (0, True)
+    result = invoke("bench", "train", "--model", "vit_tiny_patch16_224")
+    assert result.exit_code == 2
+    assert result.output.endswith("python -m benchmarks trainer --model vit_tiny_patch16_224\n")
 
 
 def test_help_tells_the_defaults() -> None:

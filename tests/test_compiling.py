@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 
-from wellposed.compiling import add_barrier, mend_inductor, needs_barrier
+from wellposed.compiling import add_barrier, fix_inductor, needs_barrier
 
 
 def stand_in():
@@ -48,9 +48,9 @@ def test_a_load_that_fails_leaves_no_barrier_behind() -> None:
 
 def test_a_torch_that_has_the_barrier_stays_as_it_is() -> None:
     before = torch.compiler.config.cache_key_tag
-    is_needed = mend_inductor()
+    is_needed = fix_inductor()
     assert is_needed == needs_barrier(torch.__version__)
-    assert mend_inductor() == is_needed  # once, however often it is called
+    assert fix_inductor() == is_needed  # once, however often it is called
     assert is_needed or torch.compiler.config.cache_key_tag == before
 
 
@@ -80,7 +80,7 @@ def fill_free_memory(value: float) -> None:
 @pytest.mark.parametrize("is_training", [False, True])
 def test_compiled_vits_read_nothing_that_they_have_not_written(is_training: bool) -> None:
     """Autotuning chooses among kernels of which some need the barrier, so each try compiles anew."""
-    mend_inductor()
+    fix_inductor()
     torch.manual_seed(0)
     images = torch.randn(256, 3, 64, 64, device="cuda")
     options = {"img_size": 64, "patch_size": 8, "class_token": False, "global_pool": "avg", "depth": 3}

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-MENDED = Version("2.14")
+FIXED_IN = Version("2.14")
 """The first torch with the barrier."""
 _TAG = "barrier-before-reading-back"
 
 
 @functools.cache
-def mend_inductor() -> bool:
+def fix_inductor() -> bool:
     """Add the barrier to all that this process compiles from now on; the trainer calls it itself.
 
     Call it before the first use of a compiled model. What was compiled without it and lies in torch's cache
@@ -47,7 +47,7 @@ def needs_barrier(version: str) -> bool:
     >>> needs_barrier("2.9.1"), needs_barrier("2.14.0a0+gitabc"), needs_barrier("2.14.0+cu130")
     (True, True, False)
     """
-    return Version(version) < MENDED
+    return Version(version) < FIXED_IN
 
 
 def add_barrier(kernel: Any, barrier: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, device, command and code, for the file beside it."""
+"""What a run ran on: versions, device, command and code, for the file next to it."""
 
 import contextlib
 import importlib.metadata
@@ -21,7 +21,7 @@ _SECRETS = (
     (re.compile(rf"(?i)({_SECRET_NAME}[=:])[^\s&,;'\"]+"), rf"\1{HIDDEN}"),
     # user:password@host
     (re.compile(r"(?i)([a-z][a-z0-9+.-]*://)[^/\s@]+@"), rf"\1{HIDDEN}@"),
-    # tokens that can be told by their form: Hugging Face, GitHub, OpenAI's form, AWS
+    # tokens that are known by their form: Hugging Face, GitHub, OpenAI's form, AWS
     (re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_\w{16,}|sk-[\w-]{16,}|AKIA[0-9A-Z]{16})\b"), HIDDEN),
 )
 _SECRET_OPTION = re.compile(rf"(?i)-{{1,2}}{_SECRET_NAME}")

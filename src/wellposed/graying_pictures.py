@@ -1,6 +1,6 @@
 """What graying does to a few images, as a record: pictures before, after and of the difference.
 
-A run writes it beside its numbers when it has ended; a report draws it without the images.
+A run writes it next to its numbers when it has ended; a report draws it without the images.
 """
 
 import dataclasses

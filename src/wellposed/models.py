@@ -8,7 +8,6 @@ folder with a config.json, or a name on the hub) and ``tv:NAME`` torchvision's.
 'random weights (seed 0)'
 """
 
-import difflib
 import importlib
 import os
 import warnings
@@ -29,6 +28,7 @@ from wellposed.probes.observe import plain
 from wellposed.saving import KEY, apply, is_of_edits, lacks, saved_edits
 from wellposed.surgery import edits
 from wellposed.surgery.insertion import scales
+from wellposed.text import close_names
 from wellposed.weights import few, from_file, misfits, read_weights, renamed, share_tied, unreadable
 
 _described: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
@@ -219,14 +219,14 @@ def _build_of_folder(
 ) -> tuple[nn.Module, str]:
     """A model of timm, of a folder with a config.json; the weights that it holds are loaded."""
     folder = Path(name).expanduser()
-    architecture, arguments, told = _configuration(folder)
+    architecture, arguments, given = _configuration(folder)
     held = next((folder / each for each in _HELD if (folder / each).is_file()), None)
     state, words = (None, "") if held is None or file_follows else read_weights(held)
     if state is None and pretrained:
         raise ValueError(
             f"expected {' or '.join(_HELD)} in {folder}, there is neither; leave pretrained out."
         )
-    facts = {key: told[key] for key in _FACTS if key in told}
+    facts = {key: given[key] for key in _FACTS if key in given}
     edited = saved_edits(folder)
     if edited is not None and state is not None:
         state = {name: value for name, value in state.items() if not is_of_edits(name)}
@@ -240,7 +240,7 @@ def _build_of_folder(
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"the weights in {held} do not fit {architecture} with these options: {reason}. Leave out those "
+            f"the weights in {held} do not fit {architecture} with these options: {reason}. Drop those "
             "that change the size of the images or patches, or load none: pretrained=False."
         ) from error
     model.pretrained_cfg.pop("state_dict", None)  # type: ignore[union-attr, operator]
@@ -257,17 +257,17 @@ def _configuration(folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"expected a folder with timm's config.json, there is none in {folder}.")
     config = read_object(folder / "config.json")
-    told = config.get("pretrained_cfg", config)  # older ones are flat
+    given = config.get("pretrained_cfg", config)  # older ones are flat
     arguments = config.get("model_args") or {}
     architecture = config.get("architecture")
-    if not (isinstance(architecture, str) and isinstance(told, dict) and isinstance(arguments, dict)):
+    if not (isinstance(architecture, str) and isinstance(given, dict) and isinstance(arguments, dict)):
         raise ValueError(
             f"expected timm's architecture, model_args and pretrained_cfg in {folder}/config.json."
         )
     if not timm.is_model(architecture):
         raise _unknown("timm", architecture, timm.list_models(), "timm.list_models()")
     _check_options(arguments)
-    return architecture, arguments, told | {k: config[k] for k in ("num_classes",) if k in config}
+    return architecture, arguments, given | {k: config[k] for k in ("num_classes",) if k in config}
 
 
 def timm_architecture(name: str) -> tuple[str, dict[str, Any]]:
@@ -416,7 +416,7 @@ def _loaded_words(name: str, model: nn.Module, loaded: dict[str, Any]) -> str:
         shapes = [f"{key}: {tuple(held)}, not {tuple(own)}" for key, held, own in reshaped]
         raise ValueError(
             f"the weights in {name} do not fit {type(model).__name__}: {len(shapes)} of another shape "
-            f"({few(shapes)}); leave out the options that change them."
+            f"({few(shapes)}); drop the options that change them."
         )
     total = len(model.state_dict())
     if len(missing) >= total:
@@ -435,7 +435,7 @@ def _library(name: str, install: str) -> Any:
 
 
 def _unknown(library: str, name: str, known: list[str], where: str) -> ValueError:
-    close = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
+    close = close_names(name, known, most=5)
     hint = f"did you mean {', '.join(close)}? " if close else ""
     return ValueError(f"{library} has no model {name!r}; {hint}{where} lists all.")
 

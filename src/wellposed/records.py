@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,6 +23,43 @@ there is no such quantity here, ``note`` says why."""
 VERDICTS = ("holds", "holds trivially", "violated", "cannot tell")
 """On a bound. Trivially: it is infinite. Cannot tell: of the quantity only a lower bound is known, which lies
 below it."""
+
+
+class Measure(StrEnum):
+    """What tables and pages look for. Other measures (ranks, norms, gradients, ...) go by their names alone.
+
+    >>> Measure.KAPPA == "kappa", "kappa 4.1 linear" in BOUNDED
+    (True, True)
+    """
+
+    KAPPA = "kappa"
+    SPECTRUM = "spectrum"
+    RANK_DEFICIENT = "rank deficient"
+    ENTROPY = "entropy"
+    IMAGE = "image"
+    ATTENTION_PICTURE = "attention picture"
+    ATTENTION_ROLLOUT = "attention rollout"
+    JACOBIAN_KAPPA = "jacobian kappa"
+    JACOBIAN_LARGEST = "jacobian sigma max"
+    JACOBIAN_SMALLEST = "jacobian sigma min"
+    KAPPA_41_LINEAR = "kappa 4.1 linear"
+    KAPPA_41_SOFTMAX = "kappa 4.1 softmax"
+    KAPPA_42_LINEAR = "kappa 4.2 linear"
+    KAPPA_42_SOFTMAX = "kappa 4.2 softmax"
+    KAPPA_FFN = "kappa ffn"
+    KAPPA_FFN_LINEAR = "kappa ffn linear"
+    KAPPA_CONVOLUTION = "kappa convolution"
+    KAPPA_CONVOLUTION_LINEAR = "kappa convolution linear"
+
+
+OF_ATTENTION = (Measure.ATTENTION_PICTURE, Measure.ATTENTION_ROLLOUT)
+OF_JACOBIANS = (Measure.JACOBIAN_KAPPA, Measure.JACOBIAN_LARGEST, Measure.JACOBIAN_SMALLEST)
+BOUNDED = (
+    *(Measure.KAPPA_41_LINEAR, Measure.KAPPA_41_SOFTMAX, Measure.KAPPA_42_LINEAR, Measure.KAPPA_42_SOFTMAX),
+    *(Measure.KAPPA_FFN, Measure.KAPPA_FFN_LINEAR),
+    *(Measure.KAPPA_CONVOLUTION, Measure.KAPPA_CONVOLUTION_LINEAR),
+)
+"""Kappas that a theorem bounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +79,11 @@ class Record:
         margins: bound over value, the median and the smallest over the images (or windows) where it is known.
         images: from how many images.
         status: see :data:`Status`.
-        note: what a reader should know beside.
+        note: what else a reader should know.
         estimator: how the number was made.
         dtype: of the tokens or weights it was made from.
         tolerance: relative error of the estimator, None where it is not known.
-        samples: the value of each image; None where it could not be told.
+        samples: the value of each image; None where it is not known.
         at_least: indices of the samples that are lower bounds only.
         curve: a sequence that is the result itself: a mean spectrum, or a picture row by row.
         shape: rows and columns of such a picture.
@@ -114,7 +152,7 @@ def short(value: float) -> str:
 
 
 AT_LEAST = "/at_least"
-"""Where numbers are kept by name, ``NAME/at_least`` beside NAME says that its number is a lower bound."""
+"""Where numbers are kept by name, ``NAME/at_least`` next to NAME says that its number is a lower bound."""
 
 
 def named_text(numbers: Mapping[str, Any], name: str) -> str:
@@ -148,7 +186,7 @@ def rows(records: Iterable[Record]) -> list[list[Any]]:
 
 
 def to_dict(record: Record) -> dict[str, Any]:
-    """For JSON; what holds nothing is left out."""
+    """For JSON; what holds nothing is skipped."""
     return {
         field.name: getattr(record, field.name)
         for field in dataclasses.fields(Record)

@@ -125,7 +125,7 @@ def apply(
 def save_edits(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     """Put a model's edits where :func:`apply`, ``wellposed diagnose`` and ``models.build`` find them.
 
-    Save the weights first: ``save_pretrained`` writes its ``config.json`` anew.
+    Save the weights first: ``save_pretrained`` writes a new ``config.json``.
 
     Args:
         model: edited.

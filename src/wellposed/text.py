@@ -21,10 +21,14 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
     )
 
 
+def close_names(name: object, known: Iterable[object], most: int, cutoff: float = 0.5) -> list[str]:
+    """The known names that are most like another."""
+    return difflib.get_close_matches(str(name), list(map(str, known)), n=most, cutoff=cutoff)
+
+
 def closest(name: object, known: Iterable[object], cutoff: float = 0.5) -> str | None:
     """The known name that is most like another, if one is."""
-    found = difflib.get_close_matches(str(name), list(map(str, known)), n=1, cutoff=cutoff)
-    return found[0] if found else None
+    return next(iter(close_names(name, known, 1, cutoff)), None)
 
 
 def nearest(name: object, known: Iterable[object], cutoff: float = 0.5) -> str:

@@ -11,7 +11,7 @@ import timm
 import torch
 
 import wellposed
-from wellposed.compiling import mend_inductor
+from wellposed.compiling import fix_inductor
 from wellposed.linalg import spectral_plan, spectral_power
 from wellposed.linalg.svd_power import _adjoint
 from wellposed.nn.functional import gray
@@ -114,7 +114,7 @@ def test_a_model_trains_with_it_compiled_under_autocast() -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=3, depth=2).cuda()
     wellposed.gray_tokens(model, where="embedding")
     wellposed.gray_tokens(model, where="pixels")
-    mend_inductor()
+    fix_inductor()
     step = torch.compile(model, mode="reduce-overhead", fullgraph=True)
     images = torch.rand(8, 3, 64, 64, device="cuda")
     for _ in range(4):
@@ -185,7 +185,7 @@ def test_recorded_tests_between_recorded_updates(where) -> None:
     options = {"img_size": 64, "patch_size": 8, "class_token": False, "global_pool": "avg", "depth": 4}
     model = timm.create_model("vit_tiny_patch16_224", num_classes=50, **options).cuda()
     wellposed.gray_tokens(model, 0.7, where=where)
-    mend_inductor()
+    fix_inductor()
     compiled = torch.compile(model, mode="reduce-overhead")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for _ in range(4):

@@ -1,9 +1,8 @@
-"""Pictures of graying, static figures, the charts of a notebook, and the command."""
+"""Pictures of graying, the charts of a notebook, and the command."""
 
 import base64
 import io
 import json
-import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from wellposed.probes.gray_images import gray_folder
 from wellposed.report import read_data, read_material, report_page
 from wellposed.report.charts import Budget
 from wellposed.report.measurements import graying_section
-from wellposed.report.static import write_static
 
 
 def _pixels(uri: str) -> np.ndarray:
@@ -92,30 +90,6 @@ def test_a_run_keeps_what_graying_does_to_its_images(tmp_path: Path) -> None:
         ("dct", eps) for eps in (0.9, 0.8, 0.7, 0.5)
     }
     assert "test images of digits" in section.words[0]
-
-
-def test_static_figures(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    make.write_run(tmp_path / "run")
-    make.write_run(tmp_path / "$x_{1}$", recipe='broadcast = "cb"\n')
-    Diagnosis(tuple(make.records()), {"model": "vit"}).to_json(tmp_path / "d.json")
-    material = read_material([tmp_path / "run", tmp_path / "$x_{1}$", tmp_path / "d.json"])
-    written = write_static(material, tmp_path / "figures")
-    names = ("runs", "conditioning", "density", "bounds", "jacobian", "training", "graying")
-    assert [path.name for path in written] == [f"{name}.{kind}" for name in names for kind in ("png", "svg")]
-    for path in written:
-        if path.suffix == ".png":
-            assert Image.open(path).width > 400
-        else:
-            assert ElementTree.parse(path).getroot().tag.endswith("svg")
-
-
-def test_static_figures_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    make.write_run(tmp_path / "run")
-    result = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--static", str(tmp_path / "out")])
-    assert result.exit_code == 1
-    assert "pip install 'wellposed[plot]'" in result.output
 
 
 def test_the_command(tmp_path: Path) -> None:

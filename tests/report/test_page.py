@@ -152,7 +152,7 @@ def test_a_run_that_is_not_finished_counts_in_no_mean(
     assert "plain3 (not finished)" in {row["run"] for row in read_data(page)["training"]}
     text = _text(page)
     assert "6 runs, 2 not finished" in text
-    assert "2 runs are not finished and left out of n, mean and deviation" in text
+    assert "2 runs are not finished and not counted in n, mean and deviation" in text
     assert "(+0.00 points, n = 2 and 2)" in text
 
 
@@ -188,7 +188,8 @@ def test_verdict_names_the_worst_place_and_the_change(paths: list[Path]) -> None
     page = _text(report_page(read_material(paths)))
     assert "In diagnosed the worst place is block 1, attention.branch: kappa 1,018" in page
     assert re.search(
-        r"grayed \(graying dct, eps 0.95, at embedding\) beside no edits: accuracy 87.17 → 86.67 %", page
+        r"grayed \(graying dct, eps 0.95, at embedding\) compared with no edits: accuracy 87.17 → 86.67 %",
+        page,
     )
     assert "less than its deviation of 0.71" in page
 
@@ -367,7 +368,7 @@ def of_diagnosis(tmp_path: Path, records: list[Record]) -> str:
 def test_bounds_are_not_ranked(tmp_path: Path) -> None:
     page = of_diagnosis(tmp_path, bounded((0, "input"), (1, "ffn.branch")))
     assert (
-        "In diagnosed the worst place cannot be told: kappa exceeds what the arithmetic can tell at 2 places "
+        "In diagnosed the worst place is not known: kappa exceeds what the arithmetic resolves at 2 places "
         "(block 0, input; block 1, ffn.branch), where it is at least 9.88e6, up to ≥ 9.88e6"
     ) in _text(page)
     (row,) = read_data(page)["runs"]

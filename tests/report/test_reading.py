@@ -191,7 +191,7 @@ def test_torn_lines_of_a_run_are_named(tmp_path: Path) -> None:
     written[2], written[4] = written[2][:9], "\0"
     path.write_text("\n".join(written) + "\n")
     material = read_material([tmp_path])
-    assert list(map(str, material.damage)) == [f"{path}: lines 3, 5 are torn and left out."]
+    assert list(map(str, material.damage)) == [f"{path}: lines 3, 5 are torn and skipped."]
     assert str(path) in report_page(material)
     assert [each.name for each in material.subjects] == ["torn", "whole"]
     assert len(material.subjects[0].lines) == len(lines)  # two of them say that they are torn
@@ -208,7 +208,7 @@ def test_a_torn_record_of_a_study_hides_no_other(tmp_path: Path) -> None:
     assert len(material.subjects) == 2
     assert material.conclusions == ()
     assert [Path(each.path).name for each in material.damage] == ["summary.json", "records.jsonl"]
-    assert material.damage[1].what == "line 4 is torn and left out."
+    assert material.damage[1].what == "line 4 is torn and skipped."
     with pytest.raises(ValueError, match=r"records\.jsonl, lines \[4\] are torn"):  # a study stops there
         study_runner.run(get("density"), tmp_path, out=tmp_path)
 

@@ -6,7 +6,7 @@ from short_runs import run, weights
 from wellposed.run_records import read_run
 from wellposed.train import Recipe
 from wellposed.train.loop import Loop
-from wellposed.train.tasks import Tested as Found
+from wellposed.train.model import Tested as Found
 
 
 def epochs_tested(folder) -> list[int]:
@@ -49,16 +49,16 @@ def test_it_ends_after_so_many_low_tests_in_a_row(tmp_path, accuracies, told, pa
 
 def test_a_resumed_run_remembers_and_a_finished_one_stays_so(tmp_path, accuracies, monkeypatch) -> None:
     accuracies.extend([0.8, 0.1, 0.1, 0.1, 0.1, 0.1])
-    told = Loop._tell_collapse
+    told = Loop._report_collapse
 
     def killed(self) -> None:
         self.save()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Loop, "_tell_collapse", killed)
+    monkeypatch.setattr(Loop, "_report_collapse", killed)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, epochs=6, collapse_patience=2)
-    monkeypatch.setattr(Loop, "_tell_collapse", told)
+    monkeypatch.setattr(Loop, "_report_collapse", told)
     result = run(tmp_path, epochs=6, collapse_patience=2)
     assert (result.status, epochs_tested(tmp_path)) == ("finished", [1, 2, 3])
     ended = weights(tmp_path)

@@ -11,8 +11,8 @@ import torch
 from short_runs import assert_bitwise, recipe, run, signal_at, weights
 from wellposed.run_records import read_run
 from wellposed.train import fit
+from wellposed.train.fitting import with_floors
 from wellposed.train.recipe import Recipe
-from wellposed.train.resolve import with_floors
 
 CPU = torch.device("cpu")
 PLAN = importlib.import_module("wellposed.linalg.spectral_plan")

@@ -1,6 +1,5 @@
-"""Masked autoencoder as part of a training run: compiled, in bf16, monitored, on digits, exported, drawn."""
+"""Masked autoencoder as part of a training run: compiled, in bf16, monitored, on digits, exported."""
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -13,7 +12,6 @@ from wellposed.probes import Monitor
 from wellposed.train.mae import (
     FixedMask,
     MaskedAutoencoder,
-    draw_reconstruction,
     encoder_state,
     mask_noise,
     mask_of,
@@ -127,48 +125,3 @@ def test_the_encoder_is_a_plain_timm_model():
     assert gathered.keys() == state.keys()
     assert all(torch.equal(gathered[key], state[key]) for key in state)
     assert all(value.is_contiguous() and not value.requires_grad for value in state.values())
-
-
-@pytest.mark.parametrize("norm_pixels", [True, False])
-@pytest.mark.parametrize("family", ["class token", "oblong"])
-def test_picture(family, norm_pixels, monkeypatch):
-    mae = build(family, norm_pixels=norm_pixels).train()
-    levels, noise = torch.rand(2, mae.channels, *inputs(mae)[0].shape[2:]), inputs(mae)[1]
-    images = (levels - 0.4) / 0.2
-    statistics = [0.4] * mae.channels, [0.2] * mae.channels
-    # A decoder that knows the answer.
-    targets = mae.targets(images)
-    monkeypatch.setattr(mae.decoder, "forward", lambda *_: targets)
-    picture = np.asarray(draw_reconstruction(mae, images, noise, *statistics)).astype(int)
-    assert mae.training
-
-    height, width = levels.shape[2:]
-    factor = -(-64 // min(height, width))
-    tall, wide = height * factor + 2, width * factor + 2
-    assert picture.shape[:2] == (3 * tall + 2, 2 * wide + 2)
-    hidden = mask_of(noise, mae.visible).hidden.reshape(2, *mae.grid)
-    for j in range(2):
-        original, masked, rebuilt = (
-            picture[i * tall + 2 : (i + 1) * tall : factor, j * wide + 2 : (j + 1) * wide : factor]
-            for i in range(3)
-        )
-        expected = (levels[j] * 255).permute(1, 2, 0).numpy().squeeze()
-        assert abs(original - expected).max() <= 1
-        assert abs(rebuilt - expected).max() <= 1
-        cover = hidden[j].numpy().repeat(mae.patch_size[0], 0).repeat(mae.patch_size[1], 1)
-        assert (masked[cover] == 128).all()
-        assert (masked[~cover] == original[~cover]).all()
-
-    monkeypatch.setattr(mae.decoder, "forward", lambda *_: torch.zeros_like(targets))
-    other = np.asarray(draw_reconstruction(mae, images, noise, *statistics)).astype(int)
-    assert (other[: 2 * tall] == picture[: 2 * tall]).all()
-    assert (other[2 * tall :] != picture[2 * tall :]).any()
-
-
-def test_pictures_that_cannot_be_drawn():
-    mae = build()
-    images, noise = inputs(mae, dtype=torch.float32)
-    with pytest.raises(TypeError, match="expected a MaskedAutoencoder, got VisionTransformer"):
-        draw_reconstruction(mae.encoder, images, noise, [0.5] * 3, [0.5] * 3)
-    with pytest.raises(ValueError, match="1 or 3 channels to draw, got 2"):
-        draw_reconstruction(mae, images[:, :2], noise, [0.5] * 2, [0.5] * 2)

@@ -10,8 +10,8 @@ from torch import nn
 from short_runs import assert_bitwise, run, weights
 from wellposed.run_records import read_run
 from wellposed.train.loop import Loop
+from wellposed.train.model import Task
 from wellposed.train.optimizer import Guard, takes_flag
-from wellposed.train.tasks import Classification
 
 BAD = 6
 
@@ -22,7 +22,7 @@ def bad_update(monkeypatch):
     forward = Loop._forward
 
     def failing(self, module, update, number, batch):
-        if update == BAD and self.progress.rollbacks == 0:
+        if update == BAD:
             failing.times += 1
             with torch.no_grad():
                 batch.images[0] = float("inf")
@@ -46,11 +46,11 @@ def test_it_stops_before_the_update_and_explains(tmp_path, bad_update) -> None:
     assert report["output_norms"]["patch_embed.proj"] == "nan"
     assert report["parameters"]["head.weight"]["weight"] > 0
     assert report["measured"]["kappa/0/input"] > 1
-    assert "the images themselves are not finite" in (folder / "report.txt").read_text()
     assert load_file(folder / "batch-0.safetensors")["images_0"].shape == (16, 1, 8, 8)
     events = {line["event"]: line for line in read_run(tmp_path / "bad")}
     assert events["nonfinite"]["update"] == BAD
     assert events["nonfinite"]["folder"] == folder.name
+    assert "the images themselves are not finite" in events["nonfinite"]["text"]
 
     run(tmp_path / "good", checkpoint_every=1, keep=100, ema=0.9)
     newest = tmp_path / "bad" / "checkpoints" / f"update-{BAD:08d}"
@@ -72,31 +72,6 @@ def test_skip_leaves_one_update_out(tmp_path, bad_update) -> None:
     assert state["optimizer/head.weight/step"] == 11  # of 12
 
 
-def test_rollback_goes_back_and_takes_another_order(tmp_path, bad_update) -> None:
-    result = run(tmp_path, on_nonfinite="rollback", checkpoint_every=4)
-    assert result.status == "finished"
-    (event,) = (line for line in read_run(tmp_path) if line["event"] == "rollback")
-    assert (event["update"], event["rollbacks"]) == (4, 1)
-    assert weights(tmp_path)["optimizer/head.weight/step"] == 12
-
-
-def test_rollbacks_end(tmp_path, monkeypatch) -> None:
-    """A run that always fails stops after the last rollback, with the status that tells it."""
-    forward = Loop._forward
-
-    def failing(self, module, update, number, batch):
-        loss, correct = forward(self, module, update, number, batch)
-        return (loss * float("nan") if update == 2 else loss), correct
-
-    monkeypatch.setattr(Loop, "_forward", failing)
-    result = run(tmp_path, on_nonfinite="rollback", epochs=1)
-    assert result.status == "nonfinite"
-    assert result.summary["rollbacks"] == 3
-    # Measured to explain it, although this run has no monitor.
-    report = json.loads((tmp_path / "nonfinite-00000002-3" / "report.json").read_text())
-    assert report["measured"]["kappa/0/input"] > 1
-
-
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +91,7 @@ def test_the_guard(on_host: bool, goes_on: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     assert takes_flag(optimizer)
     assert not takes_flag(torch.optim.SGD(model.parameters()))
-    guard = Guard(model, optimizer, torch.device("cpu"), goes_on=goes_on, on_host=on_host)
+    guard = Guard(model, optimizer, torch.device("cpu"), continues=goes_on, on_host=on_host)
 
     def step(update: int, bad: bool) -> None:
         x = torch.randn(5, 3)
@@ -155,13 +130,13 @@ def test_the_guard(on_host: bool, goes_on: bool) -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_test_images_without_scores_are_counted_and_told(whole, tmp_path, monkeypatch) -> None:
-    scores = Classification.scores
+    scores = Task.scores
 
     def broken(self, output, batch):
         rows = torch.arange(len(output)) if whole else torch.tensor([1])
         return scores(self, output.index_fill(0, rows, float("nan")), batch)
 
-    monkeypatch.setattr(Classification, "scores", broken)
+    monkeypatch.setattr(Task, "scores", broken)
     run(tmp_path, epochs=1)
     lines = read_run(tmp_path)
     (test,) = [line for line in lines if line["event"] == "test"]

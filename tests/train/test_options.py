@@ -55,7 +55,7 @@ def test_every_kind_of_option() -> None:
     recipe = dry_run(
         *("--batch-size", 128, "--lr", "1e-4", "--data", "cifar10:DIR", "--task", "mae"),
         *("--edit", "gray_tokens eps=0.5 where=blocks blocks=0,2-3", "--edit", "uniform_heads"),
-        *("--no-compile", "--skip-unreadable", "--clip-grad", "none", "--trackers", "tensorboard,wandb"),
+        *("--no-compile", "--no-norm-pixels", "--clip-grad", "none", "--trackers", "tensorboard,wandb"),
         *("--model-option", "depth=6", "--model-option", "global_pool=avg", "--model-option", "a='b c'"),
         *("--model-option", "depths=[2, 2]", "--model-option", "qk_norm = true"),
     )
@@ -69,7 +69,7 @@ def test_every_kind_of_option() -> None:
             {"edit": "uniform_heads"},
         ],
         compile=False,
-        skip_unreadable=True,
+        norm_pixels=False,
         clip_grad=None,
         trackers=("tensorboard", "wandb"),
         model_options={"depth": 6, "global_pool": "avg", "a": "b c", "depths": [2, 2], "qk_norm": True},
@@ -88,7 +88,7 @@ def test_only_what_was_given_goes_over_the_file(tmp_path) -> None:
         edits=["gray_tokens"],
         task="mae",
         model="vit_tiny_patch16_224",
-        skip_unreadable=True,
+        norm_pixels=False,
         model_options={"depth": 2},
     )
     file.write_text(recipe_text(own))

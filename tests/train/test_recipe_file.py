@@ -146,3 +146,16 @@ def test_our_recipes() -> None:
         files = [tomllib.loads(file.read_text()) for file in (RECIPES / folder).glob("*.toml")]
         assert len({str({k: v for k, v in values.items() if k != "edits"}) for values in files}) == 1
         assert len(files) == 3
+
+
+def test_fields_that_went_are_read_as_they_always_are_now_or_refused(tmp_path) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text("epochs = 3\nskip_unreadable = false")
+    assert read_recipe(file) == {"epochs": 3}
+    file.write_text("skip_unreadable = true")
+    with pytest.raises(
+        ValueError, match=r"old\.toml has 'skip_unreadable', .*wellposed pack --skip-unreadable"
+    ):
+        read_recipe(file)
+    with pytest.raises(ValueError, match="on_nonfinite must be one of stop, skip, got 'rollback'"):
+        Recipe.from_mapping({"on_nonfinite": "rollback"})

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from wellposed.train import fitting as signals
-from wellposed.train.fitting import StopRequest
+from wellposed.train import loop as signals
+from wellposed.train.loop import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import wellposed as wp
 from wellposed.models import build, describe_weights
 from wellposed.train.mae import MaskedAutoencoder, encoder_state
-from wellposed.train.model import start_from
-from wellposed.train.tasks import freeze_for_probe, probe_train_mode
+from wellposed.train.model import freeze_for_probe, probe_train_mode, start_from
 
 TINY = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from wellposed import surgery
 from wellposed.anatomy import blocks
 from wellposed.train import Recipe
-from wellposed.train.tasks import make_task, order_tokens
+from wellposed.train.model import make_task, order_tokens
 
 
 def vit(**options: object) -> nn.Module:

@@ -172,10 +172,6 @@ def report(
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
-    static: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write the figures as PNG and SVG here, instead of a page."),
-    ] = None,
     images: Annotated[
         Path | None,
         typer.Option(help=r"A folder of images to show graying on. \[default: those that the run has kept]"),
@@ -194,12 +190,6 @@ def report(
             material = replace(material, graying=gray_folder(images, **settings))
         for damage in material.damage:
             typer.secho(f"warning: {damage}", err=True, fg=typer.colors.YELLOW)
-        if static is not None:
-            from wellposed.report.static import write_static
-
-            written = write_static(material, static)
-            typer.echo(f"written to {static}: {', '.join(path.name for path in written)}")
-            return
         write(report_page(material), out)
         count = len(material.subjects)
         what = f"{count} runs and diagnoses" if count > 1 else f"the {material.subjects[0].kind}"

@@ -194,10 +194,14 @@ def _blocks(model: nn.Module, selection: BlockSelection) -> list[Block]:
 
 
 def _about(model: nn.Module, inner: nn.Module, records: Iterable[Record], notes: list[str]) -> dict[str, Any]:
-    parameter = next(model.parameters(), torch.empty(0))
+    parameter, made = next(model.parameters(), torch.empty(0)), edits(inner)
     return {
         "model": type(inner).__name__,
-        "edits": [f"{edit.kind} {edit.where} {edit.module} {edit.detail}".rstrip() for edit in edits(inner)],
+        "edits": [f"{edit.kind} {edit.where} {edit.module} {edit.detail}".rstrip() for edit in made],
+        "edited": [
+            {"edit": edit.kind, "where": edit.where, "module": edit.module, "detail": edit.detail}
+            for edit in made
+        ],
         "images": max((record.images for record in records), default=0),
         "device": parameter.device.type,
         "torch": torch.__version__,

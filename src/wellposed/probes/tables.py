@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wellposed.linalg import KAPPA_LIMIT
-from wellposed.records import VERDICTS, Record, short
+from wellposed.records import BOUNDED, VERDICTS, Record, short
 from wellposed.text import aligned
 
 _IN_GRIDS = {
@@ -292,7 +292,7 @@ def _four_digits(record: Record | None) -> str:
 
 
 def _is_bounded(record: Record) -> bool:
-    return bool(record.verdicts) or record.measure.startswith("kappa ")
+    return bool(record.verdicts) or record.measure in BOUNDED
 
 
 def _place(record: Record) -> str:

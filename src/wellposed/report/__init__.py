@@ -1,4 +1,4 @@
-"""Records -> a page, and figures for papers. Reads records only, never a model.
+"""Records -> a page that opens offline. Reads records only, never a model.
 
 ``wellposed report RUN_OR_DIAGNOSIS... -o report.html`` is :func:`write_report`.
 """

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from wellposed.records import Record
+from wellposed.records import OF_ATTENTION, Record
 from wellposed.report.charts import Budget, Chart, Missing, Section, columns
 from wellposed.report.subjects import Material
 
@@ -46,14 +46,7 @@ def attention_section(material: Material, budget: Budget) -> Section | Missing:
             rows.append((subject.name, *where, max(record.curve), row, column, record.note))
     chart = Chart(
         columns=columns(
-            run="run",
-            measure="measure",
-            block="block",
-            head="head",
-            largest="largest weight",
-            row="in row",
-            column="in column",
-            note="note",
+            "run; measure; block; head; largest: largest weight; row: in row; column: in column; note"
         ),
         rows=tuple(rows),
         spec=None,
@@ -75,7 +68,7 @@ def attention_section(material: Material, budget: Budget) -> Section | Missing:
 def pictures_of(records: Sequence[Record]) -> list[tuple[Record, str]]:
     """The records of attention over an image, each with its picture as a data URI."""
     grey = next((record for record in records if record.measure == "image" and _is_whole(record)), None)
-    found = [r for r in records if r.measure.startswith("attention ") and _is_whole(r)]
+    found = [r for r in records if r.measure in OF_ATTENTION and _is_whole(r)]
     return [(record, _png(overlay(record, grey))) for record in found]
 
 
@@ -109,11 +102,16 @@ def save_attention(
             f"expected a picture of block {block}, head {head} in the records, which have blocks {there}; "
             'wellposed.diagnose(model, images, what="attention") makes them.'
         )
-    from wellposed.report.static import new_figure
-
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "this figure needs matplotlib, which is not installed: pip install 'wellposed[plot]'."
+        ) from error
     grey = next((record for record in records if record.measure == "image"), None)
-    figure = new_figure()
-    figure.set_size_inches(3, 3.3)
+    figure = Figure(figsize=(3, 3.3), constrained_layout=True)
+    FigureCanvasAgg(figure)
     plot = figure.subplots()
     plot.imshow(overlay(chosen[0], grey).round().astype(np.uint8), interpolation="nearest")
     low, high = _range(chosen[0])

@@ -40,7 +40,7 @@ class Chart:
         spec: Vega-Lite without data and width; None for a table alone.
         describe: what is to be seen, for those who do not see it.
         choose: key of the column of which one value is shown at a time.
-        choose_title: its name beside the menu.
+        choose_title: its name, next to the menu.
         chosen: the value that is shown first.
         opens: what a click on a mark opens: ``"spectrum"``, or nothing.
         table_open: whether the table is unfolded from the start.
@@ -71,8 +71,8 @@ class Section:
         title: the heading.
         words: paragraphs.
         chart: None for words alone.
-        thinned: what was left out of the data, in a sentence; empty for nothing.
-        extra: data beside the rows, such as the spectra that a click opens.
+        thinned: what was skipped of the data, in a sentence; empty for nothing.
+        extra: further data, such as the spectra that a click opens.
     """
 
     id: str
@@ -108,22 +108,32 @@ class Budget:
     seeds: bool = True
 
     def smaller(self) -> "Budget":
-        """The next one; the same where nothing more can be left out."""
+        """The next one; the same where nothing more can be skipped."""
         curve = max(self.curve // 2, 8)
         heads, seeds = self.heads and self.curve > 8, self.seeds and self.heads
         return Budget(max(self.points // 2, 1), curve, heads, seeds)
 
 
-def columns(**titles: str) -> tuple[Column, ...]:
-    """From ``key="title"``; a title that starts with ``-`` is of a column that is not shown.
+def columns(text: str = "", **titles: str) -> tuple[Column, ...]:
+    """From ``"key: title; key; -key"``; a title that is its key is not repeated, ``-`` is not shown.
 
-    >>> [column.key for column in columns(block="block", kappa="kappa")]
-    ['block', 'kappa']
+    >>> [(column.key, column.title) for column in columns("block; kappa; low: lower quartile")]
+    [('block', 'block'), ('kappa', 'kappa'), ('low', 'lower quartile')]
     """
-    return tuple(
-        Column(key=key, title=title.lstrip("-"), hidden=title.startswith("-"))
-        for key, title in titles.items()
-    )
+    made = []
+    for each in filter(None, text.split("; ")):
+        key, _, title = each.removeprefix("-").partition(": ")
+        made.append(Column(key=key, title=title or key, hidden=each.startswith("-")))
+    return (*made, *(Column(key=key, title=title) for key, title in titles.items()))
+
+
+def of(field: str, kind: str = "quantitative", **more: Any) -> dict[str, Any]:
+    """A channel of Vega-Lite."""
+    return {"field": field, "type": kind, **more}
+
+
+def tooltip(*names: str) -> list[dict[str, str]]:
+    return [{"field": name} for name in names]
 
 
 LOG_AXIS: Mapping[str, Any] = {
@@ -157,7 +167,7 @@ def distinct(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def most_told(rows: Sequence[Sequence[Any]]) -> str:
+def largest_subject(rows: Sequence[Sequence[Any]]) -> str:
     """The subject, in the first cell, that has the most rows."""
     counts = Counter(str(row[0]) for row in rows)
     return counts.most_common(1)[0][0]
@@ -178,14 +188,14 @@ def picked(values: Sequence[float], most: int) -> list[tuple[int, float]]:
 
 def pack(values: Sequence[Any]) -> dict[str, Any]:
     """As ``values``, with ``levels`` where they are names and ``repeats`` where that is shorter."""
-    told: dict[str, Any] = {}
+    made: dict[str, Any] = {}
     if any(isinstance(value, str) for value in values):
         levels = {value: code for code, value in enumerate(dict.fromkeys(values))}
-        told["levels"], values = list(levels), [levels[value] for value in values]
+        made["levels"], values = list(levels), [levels[value] for value in values]
     stretches = [(value, len(list(equal))) for value, equal in itertools.groupby(values)]
     if 2 * len(stretches) < len(values):
-        return told | {"values": [value for value, _ in stretches], "repeats": [n for _, n in stretches]}
-    return told | {"values": list(values)}
+        return made | {"values": [value for value, _ in stretches], "repeats": [n for _, n in stretches]}
+    return made | {"values": list(values)}
 
 
 def unpacked(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from wellposed.records import Record
-from wellposed.report.charts import Budget, Chart, Section, columns, finite
+from wellposed.report.charts import Budget, Chart, Section, columns, finite, of, tooltip
 from wellposed.report.subjects import COLLAPSED, Material, Subject, mark
 from wellposed.stats import spread
 
@@ -90,7 +90,7 @@ def comparing_section(material: Material, budget: Budget) -> Section:
             "ln kappa is of the worst block and position, entropy the mean over the blocks (1 is uniform)."
         ]
     if material.unfinished:
-        words.append(_left_out(len(material.unfinished)))
+        words.append(_unfinished(len(material.unfinished)))
     chart = Chart(
         columns=columns(**{key: title for key, title in titles.items() if key not in empty}),
         rows=shown,
@@ -102,11 +102,11 @@ def comparing_section(material: Material, budget: Budget) -> Section:
     return Section(id="runs", title=TITLE, words=tuple(words), chart=chart)
 
 
-def _left_out(count: int) -> str:
+def _unfinished(count: int) -> str:
     runs, have = ("1 run is", "it has a row") if count == 1 else (f"{count} runs are", "they have rows")
     return (
-        f"{runs} not finished and left out of n, mean and deviation; {have} with n = 0 and the last numbers "
-        "so far."
+        f"{runs} not finished and not counted in n, mean and deviation; {have} with n = 0 and the last "
+        "numbers so far."
     )
 
 
@@ -143,12 +143,7 @@ def _row(name: str, subjects: Sequence[Subject], n: int, state: str) -> tuple[An
 
 
 def _spec(names: Sequence[str]) -> dict[str, Any]:
-    place = {
-        "field": "name",
-        "type": "nominal",
-        "title": None,
-        "sort": list(names),
-    }
+    place = of("name", "nominal", title=None, sort=list(names))
     value = {"type": "quantitative", "title": "test accuracy, %", "scale": {"zero": False, "padding": 12}}
     # Without a deviation there is no bar.
     low, high = "datum.accuracy - datum.accuracy_deviation", "datum.accuracy + datum.accuracy_deviation"
@@ -167,15 +162,15 @@ def _spec(names: Sequence[str]) -> dict[str, Any]:
                 "encoding": {
                     "x": {"field": "accuracy_low", **value},
                     "x2": {"field": "accuracy_high"},
-                    "color": {"field": "name", "type": "nominal", "sort": list(names), "legend": None},
+                    "color": of("name", "nominal", sort=list(names), legend=None),
                 },
             },
             {
                 "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
                 "encoding": {
                     "x": {"field": "accuracy", **value},
-                    "color": {"field": "name", "type": "nominal", "sort": list(names), "legend": None},
-                    "tooltip": [{"field": key} for key in ("name", "n", "accuracy", "accuracy_deviation")],
+                    "color": of("name", "nominal", sort=list(names), legend=None),
+                    "tooltip": tooltip("name", "n", "accuracy", "accuracy_deviation"),
                 },
             },
         ],

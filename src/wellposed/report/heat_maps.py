@@ -16,25 +16,17 @@ from wellposed.report.charts import (
     columns,
     distinct,
     finite,
-    most_told,
+    largest_subject,
+    of,
     picked,
+    tooltip,
 )
 from wellposed.report.subjects import Material, Subject
 
 CONDITIONING = "Conditioning, block by block"
 _STORED = columns(
-    run="run",
-    block="block",
-    module="module",
-    position="position",
-    kappa="kappa",
-    ln_kappa="ln kappa",
-    status="status",
-    low="lower quartile",
-    high="upper quartile",
-    images="images",
-    estimator="estimator",
-    spectrum="-spectrum",
+    "run; block; module; position; kappa; ln_kappa: ln kappa; status; "
+    "low: lower quartile; high: upper quartile; images; estimator; -spectrum"
 )
 # Its digits would be a third of the page's data.
 _COLUMNS = tuple(replace(each, log_of="kappa") if each.key == "ln_kappa" else each for each in _STORED)
@@ -72,7 +64,7 @@ def conditioning_section(material: Material, budget: Budget) -> Section | Missin
         "The table below has the same numbers.",
         choose="run",
         choose_title="run",
-        chosen=most_told(rows),
+        chosen=largest_subject(rows),
         opens="spectrum" if spectra.curves else "",
     )
     return Section(
@@ -119,14 +111,8 @@ def heat_map(
         {
             "mark": {"type": "rect", "cursor": "pointer"},
             "encoding": {
-                "color": {
-                    "field": field,
-                    "type": "quantitative",
-                    "title": title,
-                    "scale": scale,
-                    "legend": {"orient": "top", "gradientLength": 180},
-                },
-                "tooltip": [{"field": name} for name in tooltips],
+                "color": of(field, title=title, scale=scale, legend={"orient": "top", "gradientLength": 180}),
+                "tooltip": tooltip(*tooltips),
             },
         }
     ]
@@ -157,14 +143,14 @@ def heat_map(
     return {
         "height": {"step": 24},
         "encoding": {
-            "x": {
-                "field": x[0],
-                "type": "ordinal",
-                "title": x[1],
-                "sort": list(x[2]),
-                "axis": {"labelAngle": -35 if any(len(str(v)) > 4 for v in x[2]) else 0, "labelLimit": 160},
-            },
-            "y": {"field": y[0], "type": "ordinal", "title": y[1]},
+            "x": of(
+                x[0],
+                "ordinal",
+                title=x[1],
+                sort=list(x[2]),
+                axis={"labelAngle": -35 if any(len(str(v)) > 4 for v in x[2]) else 0, "labelLimit": 160},
+            ),
+            "y": of(y[0], "ordinal", title=y[1]),
         },
         "layer": layers,
     }
@@ -225,7 +211,7 @@ def _row(subject: Subject, record: Record, spectrum: int | None) -> tuple[Any, .
 
 DENSITY = "Density of attention"
 ALL = "all"
-NO_HEADS = "Single heads are left out to keep the page small; report fewer runs together to see them."
+NO_HEADS = "Single heads are skipped to keep the page small; report fewer runs together to see them."
 
 
 def density_section(material: Material, budget: Budget) -> Section | Missing:
@@ -248,15 +234,7 @@ def density_section(material: Material, budget: Budget) -> Section | Missing:
     values = [row[3] for row in rows]
     heads = sorted(distinct(row[2] for row in rows), key=lambda head: (head == ALL, len(head), head))
     chart = Chart(
-        columns=columns(
-            run="run",
-            block="block",
-            head="head",
-            entropy="entropy",
-            low="lower quartile",
-            high="upper quartile",
-            images="images",
-        ),
+        columns=columns("run; block; head; entropy; low: lower quartile; high: upper quartile; images"),
         rows=tuple(rows),
         spec=heat_map(
             x=("head", "head", heads),
@@ -269,7 +247,7 @@ def density_section(material: Material, budget: Budget) -> Section | Missing:
         "The table below has the same numbers.",
         choose="run",
         choose_title="run",
-        chosen=most_told(rows),
+        chosen=largest_subject(rows),
     )
     words = [
         "Entropy of the attention rows over its maximum, median over the images. 1 is uniform attention."

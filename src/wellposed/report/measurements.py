@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from wellposed.calls import GRAY
 from wellposed.graying_pictures import together
-from wellposed.records import VERDICTS
+from wellposed.records import OF_JACOBIANS, VERDICTS, Measure
 from wellposed.report.charts import (
     LOG_AXIS,
     Budget,
@@ -13,8 +14,10 @@ from wellposed.report.charts import (
     columns,
     distinct,
     finite,
-    most_told,
+    largest_subject,
+    of,
     picked,
+    tooltip,
 )
 from wellposed.report.heat_maps import NO_HEADS
 from wellposed.report.subjects import Material, isolated
@@ -47,13 +50,15 @@ def bounds_section(material: Material, budget: Budget) -> Section | Missing:
         for subject, r in bounded
     )
     counts = [sum(column) for column in zip(*(row[10:] for row in rows), strict=True)]
-    told = ", ".join(f"{name} {count:,} times" for name, count in zip(VERDICTS, counts, strict=True) if count)
+    found = ", ".join(
+        f"{name} {count:,} times" for name, count in zip(VERDICTS, counts, strict=True) if count
+    )
     infinite = sum(row[6] is None for row in rows)
     words = [
         "Each point is a quantity whose condition number has an upper bound (Propositions 4.1 and 4.2 of "
         "Always Skip Attention and their kin), as a median over images. Above the diagonal the bound holds; "
         "the further above, the looser it is.",
-        f"Over images, windows and heads: {told}.",
+        f"Over images, windows and heads: {found}.",
     ]
     if any(record.status == "at least" for _, record in bounded):
         words.append('Where the status is "at least", the arithmetic cannot tell a larger kappa from it.')
@@ -74,16 +79,8 @@ def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
     scale = {"type": "log", "nice": False, "domain": ends}
     return Chart(
         columns=columns(
-            run="run",
-            measure="measure",
-            block="block",
-            head="head",
-            position="position",
-            measured="measured",
-            bound="bound",
-            margin="bound / measured, median",
-            smallest="smallest",
-            status="status of measured",
+            "run; measure; block; head; position; measured; bound; "
+            "margin: bound / measured, median; smallest; status: status of measured",
             **verdicts,
         ),
         rows=rows,
@@ -94,34 +91,21 @@ def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
                     "data": {"values": [{"end": ends[0]}, {"end": ends[1]}]},
                     "mark": {"type": "line", "strokeDash": [4, 4], "color": "#888888", "tooltip": None},
                     "encoding": {
-                        "x": {"field": "end", "type": "quantitative"},
-                        "y": {"field": "end", "type": "quantitative"},
+                        "x": of("end"),
+                        "y": of("end"),
                     },
                 },
                 {
                     "transform": [{"filter": {"field": "bound", "valid": True}}],
                     "mark": {"type": "point", "filled": True, "opacity": 0.75, "size": 45},
                     "encoding": {
-                        "x": {
-                            "field": "measured",
-                            "type": "quantitative",
-                            "scale": scale,
-                            "title": "measured kappa",
-                            "axis": dict(LOG_AXIS),
-                        },
-                        "y": {
-                            "field": "bound",
-                            "type": "quantitative",
-                            "scale": scale,
-                            "title": "bound",
-                            "axis": dict(LOG_AXIS),
-                        },
-                        "color": {"field": "measure", "type": "nominal", "title": None},
-                        "shape": {"field": "measure", "type": "nominal", "title": None},
-                        "tooltip": [
-                            {"field": name}
-                            for name in ("measure", "block", "head", "measured", "bound", "margin", "status")
-                        ],
+                        "x": of("measured", scale=scale, title="measured kappa", axis=dict(LOG_AXIS)),
+                        "y": of("bound", scale=scale, title="bound", axis=dict(LOG_AXIS)),
+                        "color": of("measure", "nominal", title=None),
+                        "shape": of("measure", "nominal", title=None),
+                        "tooltip": tooltip(
+                            "measure", "block", "head", "measured", "bound", "margin", "status"
+                        ),
                     },
                 },
             ],
@@ -130,7 +114,7 @@ def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
         "diagonal at which they are equal. The table below has the same numbers.",
         choose="run",
         choose_title="run",
-        chosen=most_told(rows),
+        chosen=largest_subject(rows),
     )
 
 
@@ -174,14 +158,8 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
     lines = distinct(row[1] for row in rows)
     chart = Chart(
         columns=columns(
-            panel="sub-block",
-            line="line",
-            run="run",
-            eps="eps",
-            image="image",
-            curve="-curve",
-            share="share of the singular values",
-            value="singular value / largest",
+            "panel: sub-block; line; run; eps; image; -curve; "
+            "share: share of the singular values; value: singular value / largest"
         ),
         rows=tuple(rows),
         spec={
@@ -189,24 +167,22 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
             "transform": [{"filter": {"field": "value", "gt": 0}}],
             "mark": {"type": "line", "opacity": 0.85, "strokeWidth": 1.8},
             "encoding": {
-                "x": {
-                    "field": "share",
-                    "type": "quantitative",
-                    "title": "share of the singular values, the largest first",
-                    "scale": {"domain": [0, 1]},
-                    "axis": {"format": ".0%"},
-                },
-                "y": {
-                    "field": "value",
-                    "type": "quantitative",
-                    "title": "singular value / largest",
-                    "scale": {"type": "log", "domain": [1e-8, 1], "clamp": True},
-                    "axis": dict(LOG_AXIS),
-                },
-                "color": {"field": "line", "type": "nominal", "title": None, "sort": lines},
-                "strokeDash": {"field": "line", "type": "nominal", "title": None, "sort": lines},
+                "x": of(
+                    "share",
+                    title="share of the singular values, the largest first",
+                    scale={"domain": [0, 1]},
+                    axis={"format": ".0%"},
+                ),
+                "y": of(
+                    "value",
+                    title="singular value / largest",
+                    scale={"type": "log", "domain": [1e-8, 1], "clamp": True},
+                    axis=dict(LOG_AXIS),
+                ),
+                "color": of("line", "nominal", title=None, sort=lines),
+                "strokeDash": of("line", "nominal", title=None, sort=lines),
                 "detail": [{"field": "run"}, {"field": "curve"}],
-                "tooltip": [{"field": name} for name in ("line", "run", "eps", "image")],
+                "tooltip": tooltip("line", "run", "eps", "image"),
             },
         },
         describe="Singular values of a sub-block's Jacobian over the largest, falling from left to right on "
@@ -233,22 +209,13 @@ def _extremes(material: Material) -> list[tuple[Any, ...]]:
         (subject.name, r.block, r.module, r.position, r.measure, finite(r.value), r.status, r.estimator)
         for subject in material.subjects
         for r in subject.records
-        if r.measure.startswith("jacobian ")
+        if r.measure in OF_JACOBIANS
     ]
 
 
 def _without_spectra(rows: list[tuple[Any, ...]]) -> Section:
     chart = Chart(
-        columns=columns(
-            run="run",
-            block="block",
-            module="module",
-            position="sub-block",
-            measure="measure",
-            value="value",
-            status="status",
-            estimator="estimator",
-        ),
+        columns=columns("run; block; module; position: sub-block; measure; value; status; estimator"),
         rows=tuple(rows),
         spec=None,
         describe="Extreme singular values of the Jacobians.",
@@ -263,15 +230,7 @@ def _without_spectra(rows: list[tuple[Any, ...]]) -> Section:
 
 
 REST = "Other measurements"
-_ELSEWHERE = (
-    "kappa",
-    "entropy",
-    "spectrum",
-    "rank deficient",
-    "image",
-    "attention picture",
-    "attention rollout",
-)
+_ELSEWHERE = frozenset(Measure) - set(OF_JACOBIANS)
 
 
 def rest_section(material: Material, budget: Budget) -> Section | None:
@@ -292,27 +251,12 @@ def rest_section(material: Material, budget: Budget) -> Section | None:
         )
         for subject in material.subjects
         for r in subject.records
-        if r.measure not in _ELSEWHERE
-        and not r.verdicts
-        and r.head is None
-        and not r.measure.startswith("kappa ")
+        if r.measure not in _ELSEWHERE and not r.verdicts and r.head is None
     ]
     if not rows:
         return None
     chart = Chart(
-        columns=columns(
-            run="run",
-            measure="measure",
-            block="block",
-            position="position",
-            value="value",
-            status="status",
-            low="low",
-            high="high",
-            images="images",
-            estimator="estimator",
-            note="note",
-        ),
+        columns=columns("run; measure; block; position; value; status; low; high; images; estimator; note"),
         rows=tuple(rows),
         spec=None,
         describe="Measurements that no chart shows.",
@@ -330,7 +274,7 @@ _TITLES = {"spectral": "Spectral", "svd": "SVD", "dct": "DCT"}
 
 def graying_section(material: Material, budget: Budget) -> Section | Missing:
     """Rows of numbers, and in ``extra`` a picture for each image and eps."""
-    grays_first = sorted(material.subjects, key=lambda subject: "graying" not in " ".join(subject.edits))
+    grays_first = sorted(material.subjects, key=lambda subject: not subject.has(GRAY))
     shown = material.graying or together([each.graying for each in grays_first if each.graying])
     if shown is None:
         return Missing(GRAYING, "wellposed report RUN_OR_DIAGNOSIS... --images DIR")
@@ -346,14 +290,8 @@ def graying_section(material: Material, budget: Budget) -> Section | Missing:
         pictures.append({"name": image.name, "steps": steps})
     chart = Chart(
         columns=columns(
-            image="image",
-            method="method",
-            eps="eps",
-            before="kappa before",
-            before_status="status before",
-            after="kappa after",
-            after_status="status after",
-            change="largest change of a pixel",
+            "image; method; eps; before: kappa before; before_status: status before; "
+            "after: kappa after; after_status: status after; change: largest change of a pixel"
         ),
         rows=tuple(rows),
         spec=None,
@@ -403,16 +341,16 @@ def provenance_section(material: Material, budget: Budget) -> Section:
     """One row for each value of a field, with those that share it."""
     subjects = material.subjects
     rows: list[tuple[Any, ...]] = []
-    told = {
+    found = {
         each.name: {"measured on": each.measured_on, **each.provenance}
         if each.measured_on
         else each.provenance
         for each in subjects
     }
-    fields = distinct(key for of_subject in told.values() for key in of_subject)
+    fields = distinct(key for of_subject in found.values() for key in of_subject)
     for field in sorted(fields, key=_rank):
         by_value: dict[str, list[str]] = {}
-        for name, of_subject in told.items():
+        for name, of_subject in found.items():
             if field in of_subject:
                 by_value.setdefault(of_subject[field], []).append(name)
         rows += [(_names(names, len(subjects)), field, value) for value, names in by_value.items()]
@@ -422,7 +360,7 @@ def provenance_section(material: Material, budget: Budget) -> Section:
             (_names([each.name for each in subjects if note in each.notes], len(subjects)), "note", note)
         )
     chart = Chart(
-        columns=columns(run="run", field="field", value="value"),
+        columns=columns("run; field; value"),
         rows=tuple(rows),
         spec=None,
         describe="What each run and diagnosis was made with.",

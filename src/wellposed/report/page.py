@@ -90,6 +90,12 @@ def report_page(material: Material, *, title: str = "wellposed report", limit: i
         material: of :func:`wellposed.report.read_material`.
         title: of the page.
         limit: bytes.
+
+    Returns:
+        The page as text.
+
+    Example:
+        ``report_page(read_material(["runs/plain", "runs/grayed"]))``
     """
     budget, size = Budget(), 0
     while True:
@@ -107,14 +113,36 @@ def report_page(material: Material, *, title: str = "wellposed report", limit: i
 
 
 def write_report(paths: Sequence[str | Path], out: str | Path = "report.html") -> Material:
-    """Read runs and diagnoses, write the page, and give what was read."""
+    """Read runs and diagnoses and write their page.
+
+    Args:
+        paths: as of :func:`wellposed.report.read_material`.
+        out: the page, in a folder that is made if need be.
+
+    Returns:
+        What was read.
+
+    Example:
+        ``write_report(["runs/plain", "runs/grayed"], "report.html")``
+    """
     material = read_material(paths)
     write(report_page(material), out)
     return material
 
 
 def diagnosis_page(records: Sequence[Record], about: dict[str, Any]) -> str:
-    """The page of one diagnosis that is at hand."""
+    """The page of one diagnosis that is at hand.
+
+    Args:
+        records: of the diagnosis.
+        about: its model, edits and images, as :class:`wellposed.probes.Diagnosis` has them.
+
+    Returns:
+        The page as text.
+
+    Example:
+        ``diagnosis_page(diagnosis.records, diagnosis.about)``
+    """
     subject = diagnosis_subject(records, about)
     return report_page(Material(tuple(with_unique_names([subject]))), title=f"diagnosis of {subject.name}")
 
@@ -123,9 +151,9 @@ def _about(material: Material) -> str:
     runs = sum(each.kind == "run" for each in material.subjects)
     rest = len(material.subjects) - runs
     counts = [(runs, "run"), (rest, "diagnosis" if rest == 1 else "diagnose")]
-    told = [f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts if n]
+    made = [f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts if n]
     left = len(material.unfinished)
-    return ", ".join([*told, f"{left} not finished"] if left else told)
+    return ", ".join([*made, f"{left} not finished"] if left else made)
 
 
 LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-interpreter.js")
@@ -183,6 +211,12 @@ def read_data(page: str) -> dict[str, list[dict[str, Any]]]:
 
     Args:
         page: the text of the page.
+
+    Returns:
+        Section -> its rows, each a mapping of columns to numbers and words.
+
+    Example:
+        ``read_data(Path("report.html").read_text())["conditioning"]``
     """
     found = re.search(rf"<script type='application/json' id='{_DATA}'>(.*?)</script>", page, re.DOTALL)
     if found is None:
@@ -231,11 +265,11 @@ def _data(sections: Sequence[Section]) -> list[dict[str, Any]]:
 def _chart_data(chart: Chart) -> dict[str, Any]:
     columns = []
     for place, column in enumerate(chart.columns):
-        told: dict[str, Any] = {"key": column.key, "title": column.title}
+        made: dict[str, Any] = {"key": column.key, "title": column.title}
         if column.hidden:
-            told["hidden"] = True
-        told |= {"log_of": column.log_of} if column.log_of else pack([row[place] for row in chart.rows])
-        columns.append(told)
+            made["hidden"] = True
+        made |= {"log_of": column.log_of} if column.log_of else pack([row[place] for row in chart.rows])
+        columns.append(made)
     return {
         "columns": columns,
         "spec": chart.spec,
@@ -260,14 +294,14 @@ def _header(page: Page) -> str:
 
 
 def _verdict(parts: Mapping[str, Sequence[Sentence]]) -> str:
-    told = "".join(
+    made = "".join(
         f"<h3>{html.escape(title)}</h3><ul>"
         + "".join(f"<li>{''.join(map(_part, sentence))}</li>" for sentence in sentences)
         + "</ul>"
         for title, sentences in parts.items()
     )
     heading = "<h2 id='verdict-title'>Verdict</h2>"
-    return f"<section id='verdict' aria-labelledby='verdict-title'>{heading}{told}</section>"
+    return f"<section id='verdict' aria-labelledby='verdict-title'>{heading}{made}</section>"
 
 
 def _part(part: str | Listed) -> str:
@@ -341,7 +375,7 @@ def _missing(missing: Sequence[Missing]) -> str:
     )
     return (
         "<section id='missing' aria-labelledby='missing-title'><h2 id='missing-title'>Not in these "
-        f"records</h2><p>These sections are left out; what would add them:</p><ul>{items}</ul></section>"
+        f"records</h2><p>These sections are missing; what would add them:</p><ul>{items}</ul></section>"
     )
 
 

@@ -25,6 +25,7 @@ from wellposed.report.subjects import (
     JacobianCurve,
     Material,
     Subject,
+    calls_of,
     edits_of,
     state_of_run,
     with_marks,
@@ -46,7 +47,7 @@ class DamagedError(ValueError):
 
 
 def json_object(path: Path, found: list[Damage]) -> dict[str, Any]:
-    """The object in a file beside a run's numbers; empty without the file, and where ``found`` tells why."""
+    """The object in a file next to a run's numbers; empty without the file, and where ``found`` says why."""
     if not path.exists():
         return {}
     try:
@@ -65,13 +66,13 @@ def torn_lines(path: Path, numbers: Iterable[int]) -> list[Damage]:
     """The lines of a file that are no JSON objects, if there are any.
 
     >>> torn_lines(Path("run.jsonl"), [3, 8])
-    [Damage(path='run.jsonl', what='lines 3, 8 are torn and left out.')]
+    [Damage(path='run.jsonl', what='lines 3, 8 are torn and skipped.')]
     """
-    told = list(map(str, numbers))
-    if not told:
+    known = list(map(str, numbers))
+    if not known:
         return []
-    lines = f"line {told[0]} is" if len(told) == 1 else f"lines {', '.join(told)} are"
-    return [Damage(str(path), f"{lines} torn and left out.")]
+    lines = f"line {known[0]} is" if len(known) == 1 else f"lines {', '.join(known)} are"
+    return [Damage(str(path), f"{lines} torn and skipped.")]
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -85,7 +86,7 @@ def environment_text(values: Mapping[str, Any]) -> dict[str, str]:
     commit = git.get("commit")
     changed = " with changes" if git.get("changed") else ""
     command, devices = values.get("command"), values.get("devices")
-    told = {
+    known = {
         "command": shlex.join(map(str, command)) if isinstance(command, list) else command,
         "time": values.get("time"),
         "commit": f"{commit}{changed}" if commit else None,
@@ -96,7 +97,7 @@ def environment_text(values: Mapping[str, Any]) -> dict[str, str]:
         "accelerators": ", ".join(map(str, devices if isinstance(devices, list) else [])),
         "processes": values.get("processes"),
     }
-    return {key: without_secrets(str(value)) for key, value in told.items() if value not in (None, "")}
+    return {key: without_secrets(str(value)) for key, value in known.items() if value not in (None, "")}
 
 
 DIAGNOSIS = "diagnosis.json"
@@ -110,6 +111,12 @@ def read_material(paths: Sequence[str | Path]) -> Material:
     Args:
         paths: folder of a run, of a sweep, of a study, or a folder of such; a diagnosis, as a JSON file or
             the folder that ``wellposed diagnose --out`` wrote.
+
+    Returns:
+        Runs and diagnoses in one form, with what could not be read.
+
+    Example:
+        ``read_material(["runs/plain", "diagnosed"]).subjects``
     """
     if not paths:
         raise ValueError("expected runs or diagnoses to report, got none; name their folders.")
@@ -176,8 +183,8 @@ def read_diagnosis(path: Path) -> Subject:
 
 def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name: str = "") -> Subject:
     """The subject of a diagnosis that is at hand."""
-    model = str(about.get("model", "model"))
-    told = {
+    model, edited = str(about.get("model", "model")), _edited(about)
+    known = {
         "model": model,
         "weights": about.get("weights"),
         "data": about.get("data"),
@@ -187,11 +194,12 @@ def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name:
         "torch": about.get("torch"),
         "measured": ", ".join(map(str, about.get("what", []))) or None,
     }
-    provenance = {key: str(value) for key, value in told.items() if value not in (None, "")}
+    provenance = {key: str(value) for key, value in known.items() if value not in (None, "")}
     return Subject(
         name=name or model,
         kind="diagnosis",
-        edits=_short_edits([str(edit) for edit in about.get("edits", [])]),
+        edits=_short_edits(edited),
+        calls=tuple((edit["edit"], edit["where"]) for edit in edited),
         key=(model, "diagnosis"),
         records=tuple(records),
         measured_on=f"a diagnosis of {about.get('images', 'some')} images",
@@ -203,7 +211,7 @@ def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name:
 
 
 def read_run_folder(folder: Path) -> Found:
-    """A run, with the diagnosis that lies beside its numbers if there is one."""
+    """A run, with the diagnosis that lies next to its numbers if there is one."""
     try:
         return _run_folder(folder)
     except (TypeError, AttributeError, KeyError, IndexError) as error:
@@ -223,8 +231,8 @@ def _run_folder(folder: Path) -> Found:
     records, measured_on, jacobians = _monitored(lines), _monitored_on(lines), ()
     try:
         if (folder / DIAGNOSIS).is_file():
-            beside = read_diagnosis(folder / DIAGNOSIS)
-            records, measured_on, jacobians = beside.records, beside.measured_on, beside.jacobians  # type: ignore[assignment]
+            diagnosed = read_diagnosis(folder / DIAGNOSIS)
+            records, measured_on, jacobians = diagnosed.records, diagnosed.measured_on, diagnosed.jacobians  # type: ignore[assignment]
     except DamagedError as error:
         damage.append(error.damage)
     graying = None
@@ -234,7 +242,7 @@ def _run_folder(folder: Path) -> Found:
         damage.append(Damage(str(folder / graying_pictures.NAME), f"{error}; the report does without it."))
     state = state_of_run(lines, summary)
     environment = json_object(folder / "environment.json", damage) or result.get("environment") or {}
-    told = {
+    known = {
         "folder": folder.name,
         "model": recipe.get("model"),
         "data": recipe.get("data"),
@@ -244,13 +252,14 @@ def _run_folder(folder: Path) -> Found:
         "state": state,
         "device": (result.get("about") or {}).get("device"),
     }
-    fields = {key: without_secrets(str(value)) for key, value in told.items() if value is not None}
+    fields = {key: without_secrets(str(value)) for key, value in known.items() if value is not None}
     whole = {f"recipe: {key}": without_secrets(str(value)) for key, value in recipe.items()}
     subject = Subject(
         name=folder.resolve().name,
         kind="run",
         seed=recipe.get("seed"),
         edits=edits_of(recipe),
+        calls=calls_of(recipe),
         key=(str(recipe.get("model")), str(recipe.get("data"))),
         recipe=recipe,
         lines=lines,
@@ -273,7 +282,7 @@ def _run(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         return lines, summarise(lines)
     except (TypeError, ValueError) as error:
         raise DamagedError(
-            folder / RUN, f"expected the numbers of a run ({error}); without them it is left out."
+            folder / RUN, f"expected the numbers of a run ({error}); without them it is skipped."
         ) from error
 
 
@@ -328,13 +337,27 @@ def _jacobians(records: Sequence[Record]) -> tuple[JacobianCurve, ...]:
     return tuple(found)
 
 
-def _short_edits(edits: Sequence[str]) -> tuple[str, ...]:
+_OF_AN_EDIT = ("edit", "where", "module", "detail")
+
+
+def _edited(about: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The edits of a diagnosed model; versions before 0.2.0 wrote each as one text."""
+    texts = [str(edit).split(" ", 3) for edit in about.get("edits", [])]
+    edits = about.get("edited", [dict(zip(_OF_AN_EDIT, text, strict=False)) for text in texts])
+    return [{name: str(edit.get(name, "")) for name in _OF_AN_EDIT} for edit in edits]
+
+
+def _short_edits(edits: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
     """Edits of a kind at several blocks as one."""
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[str, list[Mapping[str, str]]] = {}
     for edit in edits:
-        kinds.setdefault(" ".join(edit.split(" ")[:2]), []).append(edit)
+        kinds.setdefault(f"{edit['edit']} {edit['where']}".strip(), []).append(edit)
     return tuple(
-        _rounded(same[0] if len(same) == 1 else f"{kind} in {len(same)} places: {same[0].split(' ', 3)[-1]}")
+        _rounded(
+            " ".join(filter(None, same[0].values()))
+            if len(same) == 1
+            else f"{kind} in {len(same)} places: {same[0]['detail']}"
+        )
         for kind, same in kinds.items()
     )
 
@@ -351,7 +374,7 @@ def _recipe(path: Path) -> dict[str, Any]:
         return parse_toml(read_bytes(path).decode())
     except ValueError as error:
         raise DamagedError(
-            path, f"expected the recipe of a run as TOML ({error}); without it the run is left out."
+            path, f"expected the recipe of a run as TOML ({error}); without it the run is skipped."
         ) from error
 
 
@@ -399,13 +422,14 @@ def _study_subject(run: RunRecord, summary: Mapping[str, Any], study: str, sever
     label = f"{run.label}, {run.data}" if several else run.label
     ended = {**run.result, "finished": run.state == "finished"}
     state = state_in_words(ended, run.state)
-    told = {"data": run.data, "seed": str(run.seed), "state": state}
+    known = {"data": run.data, "seed": str(run.seed), "state": state}
     return Subject(
         name=f"{study}: {label}, seed {run.seed}",
         group=f"{study}: {label}",
         kind="run",
         seed=run.seed,
         edits=edits_of(recipe),
+        calls=calls_of(recipe),
         key=(study, str(recipe.get("model")), run.data),
         recipe=recipe,
         lines=[event for point in run.curve for event in _events(point)],
@@ -415,7 +439,7 @@ def _study_subject(run: RunRecord, summary: Mapping[str, Any], study: str, sever
         measured_on=f"study {study}, {_weights(run.measured)} weights" if run.measured else "",
         jacobians=_study_jacobians(run.measured, run.label),
         provenance=_study_provenance(summary, study)
-        | told
+        | known
         | {f"recipe: {key}": str(value) for key, value in recipe.items()},
         notes=tuple(map(str, summary.get("notes", []))),
     )
@@ -436,11 +460,11 @@ def _without_run(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], 
 
 def _events(point: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A test of the curve, and the training loss before it, as lines of a run."""
-    told: dict[str, Any] = {"event": "test", "epoch": point.get("epoch")}
-    told |= {name: point[name] for name in ("loss", "accuracy") if point.get(name) is not None}
+    known: dict[str, Any] = {"event": "test", "epoch": point.get("epoch")}
+    known |= {name: point[name] for name in ("loss", "accuracy") if point.get(name) is not None}
     if point.get("train_loss") is None:
-        return [told]
-    return [{"event": "train", "epoch": point.get("epoch"), "loss": point["train_loss"]}, told]
+        return [known]
+    return [{"event": "train", "epoch": point.get("epoch"), "loss": point["train_loss"]}, known]
 
 
 def _weights(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -478,6 +502,6 @@ def _study_jacobians(rows: Sequence[Mapping[str, Any]], label: str) -> tuple[Jac
 
 
 def _study_provenance(summary: Mapping[str, Any], study: str) -> dict[str, str]:
-    told = {"study": study, "command": str(summary.get("command", ""))}
+    known = {"study": study, "command": str(summary.get("command", ""))}
     surroundings = summary.get("environments") or [{}]
-    return told | environment_text(surroundings[-1])
+    return known | environment_text(surroundings[-1])

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from wellposed.calls import GRAY, plain_calls
+from wellposed.calls import GRAY, PLACED_BY, defaults_of, plain_calls
 from wellposed.graying_pictures import GrayingPictures
 from wellposed.records import Record
 from wellposed.text import ranges
 
 COLLAPSED, NOT_FINISHED = "collapsed", "not finished"
-_BESIDE = ("note", "warning", "checkpoint", "torn")
+_ASIDE = ("note", "warning", "checkpoint", "torn")
 """Events that may follow the one that ended a run."""
 _ENDS = {
     "terminated": "stopped by a signal",
@@ -30,9 +30,9 @@ def state_of_run(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any])
     >>> state_of_run([{"event": "terminated"}, {"event": "note"}], {"finished": False, "updates": 30})
     'not finished: stopped by a signal at update 30'
     """
-    # An update that was left out did not end the run.
-    told = [line["event"] for line in lines if line["event"] not in _BESIDE and "left_out" not in line]
-    how = _ENDS.get(told[-1] if told else "", "running or killed")
+    # An update that was skipped did not end the run.
+    events = [line["event"] for line in lines if line["event"] not in _ASIDE and "left_out" not in line]
+    how = _ENDS.get(events[-1] if events else "", "running or killed")
     return state(summary, f"{how} at update {summary['updates']}")
 
 
@@ -52,7 +52,7 @@ def state(summary: Mapping[str, Any], why_not: str) -> str:
 
 
 def mark(summary: Mapping[str, Any]) -> str:
-    """What a reader must know beside the name; empty for a whole run, and for a diagnosis without summary.
+    """What else a reader must know than the name; empty for a whole run, and for a diagnosis without summary.
 
     >>> mark({}), mark({"finished": False})
     ('', 'not finished')
@@ -93,6 +93,7 @@ class Subject:
         kind: where its numbers come from.
         seed: of a run.
         edits: in words; none for the plain model.
+        calls: the same as functions, each with its place.
         key: of what else must be equal to tell what the edits changed: model and data.
         recipe: of a run, plain values.
         lines: of ``run.jsonl`` that count; each has ``epoch`` where it is known.
@@ -111,6 +112,7 @@ class Subject:
     kind: Literal["run", "diagnosis"]
     seed: int | None = None
     edits: tuple[str, ...] = ()
+    calls: tuple[tuple[str, str], ...] = ()
     key: tuple[str, ...] = ()
     recipe: Mapping[str, Any] = field(default_factory=dict)
     lines: Sequence[Mapping[str, Any]] = ()
@@ -123,6 +125,10 @@ class Subject:
     notes: tuple[str, ...] = ()
     is_random: bool = False
     graying: GrayingPictures | None = None
+
+    def has(self, kind: str, places: Sequence[str] = ()) -> bool:
+        """Whether it has an edit of a function; at one of the places, if there are any."""
+        return any(call == kind and (not places or place in places) for call, place in self.calls)
 
     def select(self, measure: str) -> list[Record]:
         return [record for record in self.records if record.measure == measure]
@@ -245,6 +251,19 @@ def edits_of(recipe: Mapping[str, Any]) -> tuple[str, ...]:
     ('no ffn skips, blocks 0-2',)
     """
     return tuple(map(_words_of, plain_calls(recipe)))
+
+
+def calls_of(recipe: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The edits of a recipe as functions, each with its place.
+
+    >>> calls_of({"edits": [{"edit": "remove_skips"}, {"edit": "gray_tokens", "where": "pixels"}]})
+    (('remove_skips', 'attention'), ('gray_tokens', 'pixels'))
+    """
+    made = []
+    for call in plain_calls(recipe):
+        kind, place = call["edit"], PLACED_BY.get(call["edit"])
+        made.append((kind, str({**defaults_of(kind), **call}[place]) if place else ""))
+    return tuple(made)
 
 
 def _words_of(call: Mapping[str, Any]) -> str:

@@ -4,7 +4,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from wellposed.records import AT_LEAST
-from wellposed.report.charts import LOG_AXIS, Budget, Chart, Missing, Section, columns, distinct, finite, thin
+from wellposed.report.charts import (
+    LOG_AXIS,
+    Budget,
+    Chart,
+    Missing,
+    Section,
+    columns,
+    distinct,
+    finite,
+    of,
+    thin,
+    tooltip,
+)
 from wellposed.report.subjects import Material, Subject
 
 TITLE = "Training"
@@ -62,16 +74,7 @@ def training_section(material: Material, budget: Budget) -> Section | Missing:
             'Where the status of a kappa is "at least", the arithmetic cannot tell a larger one from it.',
         )
     chart = Chart(
-        columns=columns(
-            group="variant",
-            run="run",
-            panel="-panel",
-            number="number",
-            epoch="epoch",
-            update="update",
-            value="value",
-            status="status",
-        ),
+        columns=columns("group: variant; run; -panel; number; epoch; update; value; status"),
         rows=tuple(rows),
         spec=_spec(panels, _time(rows, has_epochs), distinct(row[0] for row in rows), longest <= FEW),
         describe="Line charts one below the other with a common time axis: "
@@ -139,21 +142,20 @@ def _panel(panel: str, time: Time, groups: list[str], is_last: bool, is_short: b
     elif panel == "accuracy":
         axis |= {"format": ".0%"}
     encoding: dict[str, Any] = {
-        "x": {
-            "field": time.field,
-            "type": "quantitative",
-            "title": time.field if is_last else None,
-            "scale": {"domain": [time.first, time.last], "nice": False},
-            "axis": {"labels": is_last, "ticks": is_last, "tickCount": 10, "labelOverlap": True},
-        },
-        "y": {"field": "value", "type": "quantitative", "title": None, "scale": scale, "axis": axis},
-        "color": {"field": "group", "type": "nominal", "title": None, "sort": groups},
+        "x": of(
+            time.field,
+            title=time.field if is_last else None,
+            scale={"domain": [time.first, time.last], "nice": False},
+            axis={"labels": is_last, "ticks": is_last, "tickCount": 10, "labelOverlap": True},
+        ),
+        "y": of("value", title=None, scale=scale, axis=axis),
+        "color": of("group", "nominal", title=None, sort=groups),
         "detail": [{"field": "run"}, {"field": "number"}],
-        "tooltip": [{"field": name} for name in ("run", "number", "status")],
+        "tooltip": tooltip("run", "number", "status"),
     }
     if panel == "loss":
         dash = {"domain": ["training loss", "test loss"], "range": [[1, 0], [5, 3]]}
-        encoding["strokeDash"] = {"field": "number", "type": "nominal", "legend": None, "scale": dash}
+        encoding["strokeDash"] = of("number", "nominal", legend=None, scale=dash)
     return {
         "title": {"text": panel, "anchor": "start", "fontSize": 12, "offset": 4},
         "height": 110,

@@ -7,6 +7,7 @@ apart, so that it cannot run into the sentence around it.
 import math
 from collections.abc import Iterator, Sequence
 
+from wellposed.calls import GRAY
 from wellposed.records import Record, short
 from wellposed.report.comparing import (
     accuracy,
@@ -58,7 +59,7 @@ Sentence = tuple[str | Name | Edits | Code | Listed, ...]
 
 
 def verdict(material: Material) -> dict[str, list[Sentence]]:
-    """Heading -> sentences; a heading without sentences is left out."""
+    """Heading -> sentences; a heading without sentences is skipped."""
     groups = material.groups()
     counted = _counted(groups)
     parts: dict[str, list[Sentence]] = {
@@ -110,7 +111,7 @@ def _tied(subject: Subject, tied: Sequence[Record], largest: Record, images: str
     return (
         "In ",
         Name(subject.name),
-        f" the worst place cannot be told: kappa exceeds what the arithmetic can tell at {len(tied)} places "
+        f" the worst place is not known: kappa exceeds what the arithmetic resolves at {len(tied)} places "
         f"({'; '.join(named[:MOST_TIED])}{more}), where it is at least {short(_least(tied))}, up to "
         f"{largest.text()}{images}.{_comparison(subject)}",
     )
@@ -154,12 +155,12 @@ def _changes(groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
         count += 1
         if count > MOST:
             continue
-        told = [text for text in (_accuracy(subjects, plain[1]), _kappa(subjects, plain[1])) if text]
-        told += [text for text in (_entropy(subjects, plain[1]),) if text]
-        if told:
+        parts = [text for text in (_accuracy(subjects, plain[1]), _kappa(subjects, plain[1])) if text]
+        parts += [text for text in (_entropy(subjects, plain[1]),) if text]
+        if parts:
             named = "; ".join(edits)
             of_edits: Sentence = () if named == name else (" (", Edits(named), ")")
-            yield (Name(name), *of_edits, " beside ", Name(plain[0]), f": {'; '.join(told)}.")
+            yield (Name(name), *of_edits, " compared with ", Name(plain[0]), f": {'; '.join(parts)}.")
     if count > MOST:
         yield (f"{count - MOST} more edited variants are in the table below.",)
 
@@ -212,36 +213,36 @@ def _entropy(edited: Sequence[Subject], plain: Sequence[Subject]) -> str:
 
 def _next(material: Material, groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
     every = material.subjects
-    edits = " ".join(edit for subject in every for edit in subject.edits)
+    has_grayed = any(subject.has(GRAY) for subject in every)
     if left := len(material.unfinished):
         yield (
             f"{left} run{'' if left == 1 else 's'} did not finish and count{'s' if left == 1 else ''} in no "
             "mean: the same ",
             Code("wellposed train"),
-            " command goes on.",
+            " command resumes it.",
         )
     if any(record is not None and record.status == "at least" for record in map(worst, every)):
-        advice = "Some tokens are beyond what float32 can tell from rank deficient. "
-        if "no attention skips" in edits or "no both skips" in edits or "remove_skips attention" in edits:
+        advice = "Some tokens exceed float32 resolution: they may be rank deficient. "
+        if any(subject.has("remove_skips", ("attention", "both", "all")) for subject in every):
             yield (advice + "Put attention's skips back first (", Code("wp.restore(model)"), ").")
         else:
             yield (advice + "Look at those blocks first.",)
     entering = [log for each in every if (log := largest_log(each, "input")) is not None]
-    if entering and max(entering) >= math.log(LARGE_KAPPA) and "gray" not in edits:
+    if entering and max(entering) >= math.log(LARGE_KAPPA) and not has_grayed:
         yield (
             "Kappa of what enters the blocks is large and nothing is grayed: try training with it, ",
             Code("wellposed train --edit 'gray_tokens eps=0.7'"),
             ". It hardly moves the kappa of attention's own output, and in trained weights it costs accuracy "
             "until they are trained with it.",
         )
-    elif "gray" in edits:
+    elif has_grayed:
         yield (
             "Tokens are grayed already: try another eps or place (",
             Code("python -m studies eps-sweep"),
             ").",
         )
     dense = [v for each in every if not each.is_random and (v := mean_entropy(each)) is not None]
-    if dense and max(dense) >= DENSE and "broadcast" not in edits:
+    if dense and max(dense) >= DENSE and not any(each.has("broadcast_context") for each in every):
         yield (
             f"Attention is dense (mean entropy up to {max(dense):.3f}), which Context Broadcasting was "
             "made for. Plain CB takes most of the accuracy of trained weights at once, and in our runs from "

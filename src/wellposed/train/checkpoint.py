@@ -137,7 +137,7 @@ class Store:
     def newest(self) -> Checkpoint | None:
         """The newest whole checkpoint, with every byte of it verified.
 
-        None where there is no checkpoint, or none that is whole; ``passed_over`` tells these apart.
+        None where there is no checkpoint, or none that is whole; ``passed_over`` says which.
         """
         found, self.passed_over = self._newest()
         return found

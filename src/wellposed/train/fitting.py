@@ -6,34 +6,43 @@
 
     result = fit(Recipe(data="cifar10:DIR", model="vit_tiny_patch16_224", edits=["gray_tokens method=dct"]))
     print(result.accuracy, result.folder)
+
+First the recipe is completed: what it leaves open is filled in from the data, the device and the model. The
+rules are few and what they chose is written into the run's recipe, so that running that file again does the
+same whatever the rules become. :func:`resolve` is the only place where a recipe is completed.
 """
 
-import os
-import signal
-import sys
-import threading
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+import timm
+import torch
 from rich.console import Console
-from torch import Tensor
+from torch import nn
 
-from wellposed import graying_pictures
+from wellposed import anatomy, graying_pictures
+from wellposed.calls import GRAY
 from wellposed.environment import environment, without_secrets
+from wellposed.errors import UnknownModelError
 from wellposed.files import PATIENCE, alone_in, write_json
+from wellposed.linalg import spectral_plan
+from wellposed.models import timm_architecture
 from wellposed.probes.gray_images import COUNT, SIDE, gray_images, settings_of, squares
 from wellposed.run_records import best_accuracy
-from wellposed.train.batches import make_batches
-from wellposed.train.batches.order import generators_kept
+from wellposed.train.batches import check_images, check_share, choose_placement, make_batches, with_batch_size
 from wellposed.train.checkpoint import Store, recover
-from wellposed.train.data import ImageData, UnreadableImageError
-from wellposed.train.export import ENVIRONMENT, Exported, Weights, export_weights
-from wellposed.train.loop import Loop, Status, first_test_images
-from wellposed.train.mae import MaskedAutoencoder, draw_reconstruction, fixed_mask_noise
+from wellposed.train.data import ImageData, UnreadableImageError, open_data
+from wellposed.train.edits import DEVICE_FLOORS, whole
+from wellposed.train.export import ENVIRONMENT, RECIPE, Exported, Weights, export_weights
+from wellposed.train.loop import Loop, Status, StopRequest, first_test_images
+from wellposed.train.mae import check_mae, mae_warnings
+from wellposed.train.model import Built, build_model, make_task, weights_file
 from wellposed.train.optimizer import check_optimizer
+from wellposed.train.order import generators_kept
 from wellposed.train.parallel import (
     distribute,
     from_first,
@@ -42,15 +51,14 @@ from wellposed.train.parallel import (
     rank,
     require_accelerate,
     room_for_programs,
+    several,
     wait_for_all,
     without_cudnn_attention,
     world,
 )
-from wellposed.train.recipe import Recipe
+from wellposed.train.recipe import Recipe, read_recipe
 from wellposed.train.reporter import Reporter, tracker_names
-from wellposed.train.resolve import Resolved, resolve
 from wellposed.train.runs import default_folder, open_folder
-from wellposed.train.tasks import Task, make_task
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -104,6 +112,9 @@ def fit(
 
     Returns:
         How the run ended, with its numbers.
+
+    Example:
+        ``fit(Recipe(epochs=3), out="runs/first").accuracy``
     """
     console = Console(stderr=True, quiet=quiet) if console is None or quiet else console
     require_accelerate()
@@ -136,7 +147,7 @@ def _take(folder: Path, recipe: Recipe, overwrite: bool, held: ExitStack) -> dic
     return done
 
 
-def _train(resolved: Resolved, accelerator: "Accelerator", folder: Path, console: Console) -> Result:
+def _train(resolved: "Resolved", accelerator: "Accelerator", folder: Path, console: Console) -> Result:
     recipe, data, built = resolved.recipe, resolved.data, resolved.built
     device, about = accelerator.device, environment()
     assert recipe.image_size is not None
@@ -208,7 +219,7 @@ def _train(resolved: Resolved, accelerator: "Accelerator", folder: Path, console
                 about=rows,
             ) as reporter,
         ):
-            for sentence in [*resolved.notes, *store.passed_over, *train.notes]:
+            for sentence in [*resolved.notes, *store.passed_over]:
                 reporter.say(sentence)
             if found:
                 reporter.say(f"resumes at update {loop.progress.update} of {loop.updates}.")
@@ -219,26 +230,14 @@ def _train(resolved: Resolved, accelerator: "Accelerator", folder: Path, console
                 last = loop.last_weights()
                 if is_first():
                     export("last", last)
-                    _draw(folder, task, images, resolved)
                     _keep_graying(folder, recipe, data, reporter)
                 reporter.event("finished", update=loop.progress.update)
-            # Streamed images that cannot be read are found as training goes.
-            reporter.about |= {"train_images": train.images, "test_images": test.images}
             summary = reporter.write_result(about) | {"status": status}
             table = reporter.table()
     wait_for_all()  # what the first process writes is there when any of them returns
     if is_first():
         console.print(table)
     return Result.of(status, folder, summary)
-
-
-def _draw(folder: Path, task: Task, images: Tensor | None, resolved: Resolved) -> None:
-    """What a masked autoencoder sees and what it makes of it, unless its weights are in pieces."""
-    mae, recipe, built = task.module, resolved.recipe, resolved.built
-    if not isinstance(mae, MaskedAutoencoder) or images is None or recipe.parallel != "ddp":
-        return
-    noise = fixed_mask_noise(recipe.seed, 0, len(images), mae.tokens).to(images.device)
-    draw_reconstruction(mae, images, noise, built.mean, built.std).save(folder / "reconstruction.png")
 
 
 def _keep_graying(folder: Path, recipe: Recipe, data: ImageData, reporter: Reporter) -> None:
@@ -262,56 +261,247 @@ def _keep_graying(folder: Path, recipe: Recipe, data: ImageData, reporter: Repor
     graying_pictures.write(made, folder)
 
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-GRACE = 90.0
-"""Seconds that an update may still take after a request; a compilation whose workers got the signal too may
-never end. Checkpoints are whole at any moment, so leaving is safe."""
+TINY, SMALL = 16, 64
+"""Images of this side and between are shifted, larger ones get random resized crops. Of still smaller ones a
+pixel is too much."""
 
 
-class StopRequest:
-    """Within ``with``, SIGTERM and the first Ctrl-C only set ``requested``; a second Ctrl-C interrupts.
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe without open fields, its images, its model on the CPU, and sentences on them for the log."""
 
-    Who sees the request calls :meth:`honour` and may then take the time that saving needs. If nobody does so
-    within :data:`GRACE` seconds, the process ends. Outside the main thread Python cannot take signals, and
-    then nothing is changed.
+    recipe: Recipe
+    data: ImageData
+    built: Built
+    notes: list[str]
+
+
+def resolve(recipe: Recipe, device: torch.device, folder: Path, overwrite: bool = False) -> Resolved:
+    """Open the data, fill in the recipe and build the model; every process of a run calls it.
+
+    What does not fit together is an error before any image is decoded.
+
+    Args:
+        recipe: as it was given.
+        device: of the run.
+        folder: of the run; one that was interrupted stays as it was resolved at first.
+        overwrite: whether what is in the folder does not count.
     """
+    if recipe.ema is not None and recipe.parallel == "fsdp2" and several():
+        raise ValueError("ema keeps a whole copy of the model, got parallel=fsdp2; use ddp or leave it out.")
+    data = open_data(
+        recipe.data,
+        holdout=recipe.holdout,
+        seed=recipe.seed,
+        limit=recipe.limit,
+    )
+    recipe, size_notes = with_batch_size(from_data(recipe, data), len(data.train), world())
 
-    def __init__(self) -> None:
-        self.requested: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
-        self._timer: threading.Timer | None = None
+    def decided() -> tuple[Recipe, list[str]]:
+        file = folder / RECIPE
+        before = read_recipe(file) if file.is_file() and not overwrite else {}
+        return from_device(recipe, data, device, before)
 
-    def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
-        return self
+    # The folder and the memory that is free are those of the first process.
+    recipe, device_notes = from_first(decided, device)
+    built = build_model(recipe, len(data.classes), data.channels)
+    recipe, model_notes = from_model(recipe, built.model)
+    if recipe.task == "mae":
+        check_mae(built.model, recipe.mask_ratio)
+    check_share(recipe, rank(), world())
+    assert recipe.image_size is not None
+    check_images(recipe, data, recipe.image_size, built.mean, built.std)
+    notes = [*data.notes, *built.notes, *seen_before(recipe, data), *model_notes, *size_notes, *device_notes]
+    return Resolved(recipe, data, built, [*notes, *mae_warnings(recipe)])
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.honour()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
-    def honour(self) -> None:
-        """The request was seen."""
-        if self._timer is not None:
-            self._timer.cancel()
+def from_data(recipe: Recipe, data: ImageData) -> Recipe:
+    """The recipe with image and patch size, eps and augmentation filled in."""
+    size = recipe.image_size or data.size or _input_side(recipe.model)
+    chosen: dict[str, Any] = {"image_size": size}
+    if recipe.patch_size is None and "patch_size" not in recipe.model_options:
+        chosen["patch_size"] = _patch_for(recipe, size)
+    if recipe.edits:
+        chosen["edits"] = tuple(map(whole, recipe.edits))
+    if recipe.flip is None:
+        chosen["flip"] = 0.5 if data.photographs else 0.0
+    if recipe.crop_scale is None and size > SMALL and data.photographs:
+        chosen["crop_scale"] = 0.08
+    if recipe.crop_padding is None:
+        is_cropped = recipe.crop_scale is not None or "crop_scale" in chosen
+        chosen["crop_padding"] = size // 8 if TINY <= size <= SMALL and not is_cropped else 0
+    if recipe.mixup is None:
+        # A linear probe has few weights; mixed images would only slow it.
+        chosen["mixup"] = 0.2 if recipe.task == "classify" else 0.0
+    if recipe.warmup_epochs is None:
+        chosen["warmup_epochs"] = min(recipe.epochs / 10, 5.0)
+    return replace(recipe, **chosen)
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is signal.SIGINT and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.requested is None:
-            self._timer = threading.Timer(GRACE, self._leave)
-            self._timer.daemon = True
-            self._timer.start()
-        self.requested = signal.Signals(number)
 
-    def _leave(self) -> None:
-        print(
-            f"no update ended within {GRACE:.0f} s of the signal; leaves without saving, "
-            "the same command resumes from the last checkpoint.",
-            file=sys.stderr,
-            flush=True,
+def from_device(
+    recipe: Recipe, data: ImageData, device: torch.device, before: Mapping[str, Any]
+) -> tuple[Recipe, list[str]]:
+    """The recipe with what depends on the device a run starts on, and stays so on others; with notes.
+
+    Where the images are may depend on the memory that is free, and they are augmented differently in both.
+    The floor of the graying depends on the device, and the weights are trained for it.
+
+    Args:
+        recipe: of :func:`from_data`.
+        data: its images.
+        device: of this start.
+        before: the recipe of an earlier start; empty at the first.
+    """
+    notes = []
+    if recipe.compile is None:
+        recipe = replace(recipe, compile=device.type == "cuda")
+    if recipe.placement == "auto" and before:
+        recipe = replace(recipe, placement=before.get("placement", "auto"))
+    recipe = with_floors(recipe, device, before)
+    for call, earlier in zip(recipe.edits, before.get("edits", ()), strict=False):
+        if "floor" in call and "floor" not in earlier:
+            notes.append(
+                f"the floor of the graying is {call['floor']:g} from here on; the version that started the "
+                "run had a lower one."
+            )
+    assert recipe.image_size is not None
+    placement = choose_placement(recipe, data, recipe.image_size, device)
+    return replace(recipe, placement=placement), notes
+
+
+def with_floors(recipe: Recipe, device: torch.device, before: Mapping[str, Any]) -> Recipe:
+    """The recipe with the floors of its grayings: as given, as the run had them before, or the device's."""
+
+    def floor(given: float | None, target_kappa: float | None) -> float:
+        # A target for kappa needs more digits than float32 has; see wellposed.nn.functional.gray.
+        is_wide = target_kappa is not None and device.type != "mps"
+        tokens = torch.empty(0, dtype=torch.float32, device=device)
+        return spectral_plan(tokens, floor=given, precision="float64" if is_wide else "auto").floor
+
+    calls, earlier = [], before.get("edits", ())
+    if len(earlier) != len(recipe.edits):
+        earlier = [{}] * len(recipe.edits)  # the first start, or another recipe, which is refused later
+    for call, one in zip(recipe.edits, earlier, strict=True):
+        if call["edit"] == GRAY and call.get("method", "spectral") in DEVICE_FLOORS:
+            known = call.get("floor", one.get("floor"))
+            call = {**call, "floor": floor(known, call.get("target_kappa"))}
+        calls.append(call)
+    return replace(recipe, edits=tuple(calls))
+
+
+def from_model(recipe: Recipe, model: nn.Module) -> tuple[Recipe, list[str]]:
+    """The recipe with what depends on the model as it was built, with notes.
+
+    Wider models learn with smaller steps. Those without blocks that are known, a ResNet say, train like
+    others; there is nothing to measure.
+    """
+    if recipe.lr is None:
+        width: Any = getattr(model, "num_features", None)
+        if not isinstance(width, int):
+            raise ValueError(
+                f"the width of {recipe.model} is not known, from which the learning rate follows; set lr."
+            )
+        recipe = replace(recipe, lr=min(0.2 / width, 3e-3))
+    try:
+        anatomy.blocks(model)
+    except UnknownModelError:
+        if recipe.monitor_every:
+            raise
+        note = f"kappa and density are not measured: no block of {recipe.model} is known."
+        return replace(recipe, monitor_every=0), [note]
+    return recipe, []
+
+
+_PLACES = ("hf-hub:", "local-dir:")
+"""Names of timm whose configuration says how the model is made."""
+
+
+def _input_side(name: str) -> int:
+    if name.startswith(_PLACES):
+        architecture, arguments = timm_architecture(name)
+        side = arguments.get("img_size")
+        if side is not None:
+            return int(side[-1] if isinstance(side, (list, tuple)) else side)
+        name = architecture
+    config: Any = timm.get_pretrained_cfg(name, allow_unregistered=False)
+    return 224 if config is None else int(config.input_size[-1])
+
+
+def _patch_for(recipe: Recipe, size: int) -> int | None:
+    """The model's own patch if it cuts the image into enough pieces, else the largest one that does.
+
+    None where the model has no patch size, or is taken as it is.
+    """
+    own = own_patch(recipe.model)
+    if own is None:
+        return None
+    least = 4 if size <= 16 else 7
+    if size % own == 0 and size // own >= least:
+        return None
+    if size < least:
+        raise ValueError(
+            f"image_size must be at least {least}, so that there are {least} x {least} patches, got {size}; "
+            "raise it, or set patch_size."
         )
-        os._exit(128 + int(self.requested or signal.SIGTERM))
+    return next(patch for patch in range(size // least, 0, -1) if size % patch == 0)
+
+
+def own_patch(name: str) -> int | None:
+    """The side of the patches of a timm model as it comes, if it has an option for them."""
+    arguments: dict[str, Any] = {}
+    if name.startswith(_PLACES):
+        name, arguments = timm_architecture(name)
+    if not timm.is_model(name.partition(".")[0]):
+        return None  # building it says what is wrong with the name
+
+    def made(**options: Any) -> nn.Module:
+        """The model without memory for its weights; older releases of timm need it for some models."""
+        create: Callable[..., nn.Module] = functools.partial(timm.create_model, name, **options)
+        with torch.random.fork_rng(devices=[]):
+            try:
+                with torch.device("meta"):
+                    return create()
+            except (RuntimeError, ValueError):
+                return create()
+
+    try:
+        patch: Any = getattr(getattr(made(**arguments), "patch_embed", None), "patch_size", None)
+        side = int(patch[0]) if isinstance(patch, (tuple, list)) else patch
+        if side is not None:
+            made(**{**arguments, "patch_size": side})
+    except TypeError:  # no option of that name
+        return None
+    return side
+
+
+def seen_before(recipe: Recipe, data: ImageData) -> list[str]:
+    """A sentence if a run tests on images that the weights it starts from were trained on.
+
+    Where the set has no test split, seed and holdout draw it. With the same seed a smaller holdout is a part
+    of a larger one.
+    """
+    if recipe.start_from is None or not data.is_test_drawn:
+        return []
+    file = weights_file(recipe.start_from).parent / RECIPE  # every folder of weights of ours has one
+    if not file.is_file():
+        return []
+    before = Recipe.from_mapping(read_recipe(file))
+    if _place(before.data) != _place(without_secrets(recipe.data)):
+        return []
+    is_digits = data.name == "digits"
+    if before.seed == recipe.seed and (is_digits or recipe.holdout <= before.holdout):
+        return []
+    drawn_there, drawn_here = (
+        f"seed {each.seed}" + ("" if is_digits else f" and holdout {each.holdout:g}")
+        for each in (before, recipe)
+    )
+    return [
+        f"some test images are not new to these weights: {drawn_there} drew those of {recipe.start_from}, "
+        f"{drawn_here} draws others of the same {recipe.data}, so the accuracy is too good. Take the seed "
+        "and the holdout of that run, or a set with a test split of its own."
+    ]
+
+
+def _place(data: str) -> Path:
+    """The same for two ways to write one folder."""
+    return Path(data.removeprefix("folder:")).expanduser().resolve()

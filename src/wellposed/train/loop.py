@@ -5,13 +5,17 @@ the guard every few.
 """
 
 import math
+import os
 import shutil
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from timm.utils import ModelEmaV3
@@ -22,10 +26,9 @@ from wellposed import anatomy, surgery
 from wellposed.errors import UnknownModelError
 from wellposed.probes import Monitor
 from wellposed.train.batches import Batch, EvalBatches, TrainBatches
-from wellposed.train.batches.order import seed_update
 from wellposed.train.checkpoint import Checkpoint, Store
-from wellposed.train.data.images import counted
 from wellposed.train.export import Weights
+from wellposed.train.model import Task, Tested, evaluate
 from wellposed.train.optimizer import (
     EpsSchedule,
     Guard,
@@ -35,6 +38,7 @@ from wellposed.train.optimizer import (
     make_schedule,
     takes_flag,
 )
+from wellposed.train.order import seed_update
 from wellposed.train.parallel import (
     CudaRecorder,
     Outcome,
@@ -45,7 +49,6 @@ from wellposed.train.parallel import (
     is_first,
     is_recorded_here,
     largest,
-    of_all,
     rank,
     read,
     several,
@@ -55,7 +58,6 @@ from wellposed.train.parallel import (
 )
 from wellposed.train.recipe import Recipe
 from wellposed.train.reporter import Reporter
-from wellposed.train.tasks import Task, Tested, evaluate
 from wellposed.train.training_state import gather, gather_weights, restore, restore_weights
 
 if TYPE_CHECKING:
@@ -67,7 +69,6 @@ Exporter = Callable[[str, Weights], None]
 
 LOOK_EVERY = 10
 """Updates between two looks at the guard and at requests to stop, where looking waits for the device."""
-MOST_ROLLBACKS = 3
 LEAST_SECONDS = 60.0
 """Between two checkpoints, where the recipe says nothing: small models finish an epoch in a second."""
 USUAL = 100
@@ -78,12 +79,59 @@ IMAGES = 4
 """Test images that the monitor looks at."""
 
 
-class Stop(Protocol):
-    """A request to stop: :class:`wellposed.train.fitting.StopRequest`."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+GRACE = 90.0
+"""Seconds that an update may still take after a request; a compilation whose workers got the signal too may
+never end. Checkpoints are whole at any moment, so leaving is safe."""
 
-    requested: signal.Signals | None
 
-    def honour(self) -> None: ...
+class StopRequest:
+    """Within ``with``, SIGTERM and the first Ctrl-C only set ``requested``; a second Ctrl-C interrupts.
+
+    Who sees the request calls :meth:`honour` and may then take the time that saving needs. If nobody does so
+    within :data:`GRACE` seconds, the process ends. Outside the main thread Python cannot take signals, and
+    then nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self.requested: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.honour()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def honour(self) -> None:
+        """The request was seen."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is signal.SIGINT and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.requested is None:
+            self._timer = threading.Timer(GRACE, self._leave)
+            self._timer.daemon = True
+            self._timer.start()
+        self.requested = signal.Signals(number)
+
+    def _leave(self) -> None:
+        print(
+            f"no update ended within {GRACE:.0f} s of the signal; leaves without saving, "
+            "the same command resumes from the last checkpoint.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(128 + int(self.requested or signal.SIGTERM))
 
 
 def first_test_images(test: EvalBatches) -> Tensor:
@@ -134,7 +182,6 @@ class Progress:
 
     update: int = 0
     best: float | None = None
-    rollbacks: int = 0
     monitor_every: int | None = None
     tested: int = 0
     """The last epoch whose end is dealt with: its test, or that it has none."""
@@ -217,7 +264,7 @@ class Loop:
         self.eps = EpsSchedule([task.module, *averaged], self.updates)
         waits = self.device.type == "cpu" or not takes_flag(self.optimizer) or self.ema is not None
         skips = recipe.on_nonfinite == "skip"
-        self.guard = Guard(task.module, self.optimizer, self.device, goes_on=skips, on_host=waits)
+        self.guard = Guard(task.module, self.optimizer, self.device, continues=skips, on_host=waits)
         self.progress = Progress()
         self.sums = Sums.empty(self.device)
         self.last_test: Tested | None = None
@@ -225,23 +272,14 @@ class Loop:
         if monitor_images is not None:
             self.monitor = PacedMonitor(self._monitor_of(monitor_images), recipe.monitor_every)
         self._skipped = 0
-        self._unreadable = dict.fromkeys(("train", "test"), 0)
         # The best weights stay in memory until the next checkpoint and are written before it: a run that
         # resumes never finds them too old, and small models do not spend their time on writing files.
         self._best: Weights | None = None
         self._saved_at = time.monotonic()
 
-    def run(self, reporter: Reporter, stop: Stop) -> Status:
+    def run(self, reporter: Reporter, stop: StopRequest) -> Status:
         """All updates that are left."""
         self.reporter = reporter
-        if self.recipe.on_nonfinite == "rollback" and self.progress.update == 0:
-            self.save()
-        while (status := self._run_through(stop)) == "rollback":
-            pass
-        self._report_unreadable()
-        return status
-
-    def _run_through(self, stop: Stop) -> Status | Literal["rollback"]:
         batches = self.train.iterate(self.progress.update, self.updates)
         self.task.train_mode()
         self._measure_of_before()
@@ -249,7 +287,7 @@ class Loop:
         try:
             for update, passes in batches:
                 if 0 < self.recipe.collapse_patience <= self.progress.collapsed:
-                    self._tell_collapse()
+                    self._report_collapse()
                     break
                 norm = self.update(update, passes, self.sums)
                 done = self.progress.update = update + 1
@@ -293,7 +331,7 @@ class Loop:
         norm = gradient_norm(self.parameters, self.recipe.clip_grad)
         self.guard.step(update, loss_total, norm)
         self.optimizer.zero_grad(set_to_none=True)
-        if self.ema is not None and not self.guard.left_out_last:
+        if self.ema is not None and not self.guard.skipped_last:
             self.ema.update(self.task.module, step=update)
         sums.values[0] += loss_total
         sums.values[2] += 1
@@ -341,7 +379,7 @@ class Loop:
 
     # Signals, and numbers that are not finite.
 
-    def _look(self, stop: Stop, update: int) -> Status | Literal["rollback"] | None:
+    def _look(self, stop: StopRequest, update: int) -> Status | None:
         """What the guard and the operating system have to say, the same on all processes."""
         skipped, first_bad = self.guard.read()
         if first_bad is not None and self.recipe.on_nonfinite != "skip":
@@ -366,24 +404,20 @@ class Loop:
             return "terminated"
         return None
 
-    def _nonfinite(self, update: int) -> Literal["nonfinite", "rollback"]:
-        """Explain a bad update, which the weights have not seen; then stop or go back."""
+    def _nonfinite(self, update: int) -> Status:
+        """Explain a bad update, which the weights have not seen, and stop."""
         self.progress.update = update
         folder = self._explain(update)
-        if self.recipe.on_nonfinite == "rollback" and self.progress.rollbacks < MOST_ROLLBACKS:
-            self._roll_back()
-            return "rollback"
         self.guard.reset()
         self.save()
         self.reporter.say(
             f"stopped before update {update}; a checkpoint has the weights before it, {folder} explains it. "
-            "on_nonfinite=skip or rollback continues by itself."
+            "on_nonfinite=skip continues without the update."
         )
         return "nonfinite"
 
     def _explain(self, update: int) -> str:
-        tries = f"-{self.progress.rollbacks}" if self.progress.rollbacks else ""
-        folder = self.store.folder.parent / f"nonfinite-{update:08d}{tries}"
+        folder = self.store.folder.parent / f"nonfinite-{update:08d}"
         if self.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier start, at the same update
         wait_for_all()
@@ -408,23 +442,6 @@ class Loop:
         self.reporter.warn(sentence)
         wait_for_all()
         return folder.name
-
-    def _roll_back(self) -> None:
-        rollbacks = self.progress.rollbacks + 1
-        checkpoint = self.store.newest() if is_first() else None
-        if not from_first(lambda: checkpoint is not None, self.device):
-            raise RuntimeError(
-                f"no whole checkpoint in {self.store.folder} to roll back to: "
-                f"{' '.join(self.store.passed_over) or 'there is none'}"
-            )
-        self.resume(checkpoint)
-        self.progress.rollbacks = rollbacks
-        self.train.reorder(rollbacks)
-        self.reporter.event("rollback", update=self.progress.update, rollbacks=rollbacks)
-        self.reporter.say(
-            f"rolled back to update {self.progress.update}, with another order of the images "
-            f"({rollbacks} of at most {MOST_ROLLBACKS})."
-        )
 
     # Measurements.
 
@@ -476,7 +493,6 @@ class Loop:
         tested = self.last_test = self._test(self.forward, self.task.module)
         averaged = None if self.ema is None else self._test(self.ema.module, self.ema.module)
         self.task.train_mode()
-        self._report_unreadable()
         if tested.nonfinite:
             self.reporter.warn(
                 f"the scores of {tested.nonfinite} of {tested.images} test images are not finite; they count "
@@ -514,20 +530,7 @@ class Loop:
         self._best = self._weights(source, chosen, note)
         return True
 
-    def _report_unreadable(self) -> None:
-        """Streamed images that cannot be read are found as training goes, by each process among its own."""
-        if not self.recipe.skip_unreadable or self.train.placement != "stream":
-            return
-        instead = {"train": "Others stand in for them.", "test": "They were skipped."}
-        splits: dict[str, TrainBatches | EvalBatches] = {"train": self.train, "test": self.test}
-        for split, batches in splits.items():
-            batches.unreadable[:] = found = of_all(batches.unreadable)
-            if len(found) > self._unreadable[split]:
-                sentence = counted(f"{self.recipe.data}, {split},", found, batches.images + len(found))
-                self.reporter.warn(f"{sentence} {instead[split]}")
-            self._unreadable[split] = len(found)
-
-    def _tell_collapse(self) -> None:
+    def _report_collapse(self) -> None:
         update, tests, best = self.progress.update, self.progress.collapsed, self.progress.best
         self.reporter.event("collapsed", update=update)
         self.reporter.warn(
@@ -567,17 +570,21 @@ class Loop:
         if self.ema is not None:
             restore_weights(self.ema.module, checkpoint, "ema")
         self._best = None
-        progress = self.progress = Progress(**state["progress"])
+        saved = dict(state["progress"])
+        if saved.pop("rollbacks", 0):
+            raise ValueError(
+                "an earlier version rolled the run back, and visits the images in another order since; "
+                "resume it with that version, or start again with --overwrite."
+            )
+        progress = self.progress = Progress(**saved)
         self.sums = Sums.resumed(progress, self.device)
         if progress.update > 0:
             self.eps.set(progress.update - 1)  # of the weights, which may be tested before the next update
-        self.train.reorder(progress.rollbacks)
         self.guard.reset()
         if self.monitor is not None and self.recipe.monitor_every is None:
             self.monitor.every = progress.monitor_every
 
     def last_weights(self) -> Weights:
-        """Those of now."""
         return self._weights(self.module, self.last_test)
 
     def _weights(self, source: nn.Module, tested: Tested | None, note: str = "") -> Weights:

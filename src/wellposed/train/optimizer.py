@@ -28,8 +28,7 @@ from wellposed.files import write_json
 from wellposed.nn import TokenGraying
 from wellposed.probes.nonfinite import is_finite, norm_of, watching_norms
 from wellposed.probes.observe import eagerly
-from wellposed.records import AT_LEAST, named_text
-from wellposed.text import aligned, nearest
+from wellposed.text import nearest
 from wellposed.train import checkpoint
 from wellposed.train.batches import Batch
 from wellposed.train.edits import RecipeCall
@@ -99,10 +98,10 @@ def make_schedule(optimizer: Optimizer, recipe: Recipe, updates_per_epoch: int) 
 
 def _keep_above(schedule: Any, least: float) -> None:
     """Timm's steps know no lowest learning rate; the warm-up starts below it in all schedules."""
-    rates = schedule._get_lr
+    learning_rates = schedule._get_lr
 
     def kept(update: int) -> list[float]:
-        values: list[float] = rates(update)
+        values: list[float] = learning_rates(update)
         return values if update < schedule.warmup_t else [max(value, least) for value in values]
 
     schedule._get_lr = kept
@@ -124,14 +123,14 @@ class Guard:
         module: whose running statistics a bad batch must not reach either.
         optimizer: of its parameters.
         device: where the loss is.
-        goes_on: a bad update is skipped and training continues, else all later ones are skipped too.
+        continues: a bad update is skipped and training continues, else all later ones are skipped too.
         on_host: read the flag at every update.
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: Optimizer, device: torch.device, *, goes_on: bool, on_host: bool
+        self, module: nn.Module, optimizer: Optimizer, device: torch.device, *, continues: bool, on_host: bool
     ) -> None:
-        self.optimizer, self.goes_on, self.on_host = optimizer, goes_on, on_host
+        self.optimizer, self.continues, self.on_host = optimizer, continues, on_host
         self.statistics = [
             buffer
             for part in module.modules()
@@ -140,7 +139,7 @@ class Guard:
             if buffer is not None
         ]
         self._before: list[Tensor] = []
-        self.left_out_last = False
+        self.skipped_last = False
         """Whether the last update was skipped; known on the host only with ``on_host``."""
         # bad now or before, updates skipped, the first bad one
         self._state = torch.tensor([0.0, 0.0, -1.0], device=device, dtype=torch.float64)
@@ -156,12 +155,12 @@ class Guard:
         """One step of the optimizer, if loss and gradient norm are finite on all processes."""
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         is_bad = largest((~(loss.isfinite() & whole.isfinite())).to(self._flag.dtype))
-        self._flag.copy_(is_bad if self.goes_on else torch.maximum(self._flag, is_bad))
+        self._flag.copy_(is_bad if self.continues else torch.maximum(self._flag, is_bad))
         first = torch.where((is_bad > 0) & (self._state[2] < 0), float(update), self._state[2])
         flag = self._flag.double()
         self._state.copy_(torch.stack([torch.maximum(self._state[0], flag), self._state[1] + flag, first]))
-        self.left_out_last = self.on_host and bool(self._flag)
-        if not self.left_out_last:
+        self.skipped_last = self.on_host and bool(self._flag)
+        if not self.skipped_last:
             self.optimizer.step()
         for buffer, before in zip(self.statistics, self._before, strict=True):
             buffer.copy_(torch.where(self._flag > 0, before, buffer))
@@ -173,17 +172,17 @@ class Guard:
 
     def read(self) -> tuple[int, int | None]:
         """How many updates were skipped so far, and the first of them; waits for the device."""
-        bad, left_out, first = read(self._state)
-        return int(left_out), int(first) if bad else None
+        bad, skipped, first = read(self._state)
+        return int(skipped), int(first) if bad else None
 
     def reset(self) -> None:
-        """Forget what was; after a rollback."""
+        """Forget what was."""
         self._flag.zero_()
         self._state.copy_(torch.tensor([0.0, 0.0, -1.0], dtype=torch.float64))
 
 
 def takes_flag(optimizer: Optimizer) -> bool:
-    """Whether an optimizer leaves out steps on the device."""
+    """Whether an optimizer skips steps on the device."""
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
@@ -240,7 +239,7 @@ def explain(
     every parameter and of its gradient, and kappa and density of the model.
 
     Args:
-        folder: for the files: report.json and report.txt of the first process, every process's batch.
+        folder: for the files: report.json of the first process, every process's batch.
         update: the bad one.
         passes: its batches.
         run_pass: makes one forward pass, eagerly, and returns the loss; gradients are cleared by the caller.
@@ -284,10 +283,10 @@ def explain(
             for name in ("images", "labels")
         },
     )
+    sentence = _sentence(report)
     if rank == 0:
-        write_json(folder / "report.json", report)
-        checkpoint.write_bytes(folder / "report.txt", _text(report).encode())
-    return _sentence(report)
+        write_json(folder / "report.json", {"text": sentence, **report})
+    return sentence
 
 
 def _sentence(report: dict[str, Any]) -> str:
@@ -301,24 +300,3 @@ def _sentence(report: dict[str, Any]) -> str:
     else:
         parts.append("run again alone it was finite: another process's part of the batch was not")
     return f"update {report['update']} is not finite: {'; '.join(parts)}."
-
-
-def _text(report: dict[str, Any]) -> str:
-    outputs = [
-        ("output of", "norm"),
-        *((name, f"{norm:.4g}") for name, norm in report["output_norms"].items()),
-    ]
-    parameters = [
-        ("parameter", "norm", "gradient"),
-        *(
-            (name, f"{norms['weight']:.4g}", "-" if norms["gradient"] is None else f"{norms['gradient']:.4g}")
-            for name, norms in report["parameters"].items()
-        ),
-    ]
-    numbers = report["measured"]
-    measured = [
-        ("measured", "value"),
-        *((key, named_text(numbers, key)) for key in numbers if not key.endswith(AT_LEAST)),
-    ]
-    sections = [_sentence(report), aligned(outputs), aligned(parameters), aligned(measured)]
-    return "\n\n".join(sections) + "\n"

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from wellposed import anatomy
-from wellposed.compiling import many_programs, mend_inductor
+from wellposed.compiling import fix_inductor, many_programs
 from wellposed.train.batches import Batch
 from wellposed.train.edits import grayings
 from wellposed.train.recipe import Recipe
@@ -160,15 +160,6 @@ def total(values: Tensor) -> Tensor:
     if several():
         dist.all_reduce(values)
     return values
-
-
-def of_all(sentences: list[str]) -> list[str]:
-    """Those of all processes, each once; all have them in the same order."""
-    if not several():
-        return sentences
-    found: list[Any] = [None] * world()
-    dist.all_gather_object(found, sentences)
-    return list(dict.fromkeys(sentence for part in found for sentence in part))
 
 
 def wait_for_all() -> None:
@@ -306,7 +297,7 @@ def compiled(module: nn.Module, recipe: Recipe, device: torch.device) -> Any:
     Python launches kernels; unless something in them cannot be recorded.
     """
     if recipe.compile and device.type == "cuda":
-        mend_inductor()  # blocks and augmentation too are compiled when they first run, later than here
+        fix_inductor()  # blocks and augmentation too are compiled when they first run, later than here
     if not recipe.compile or has_compiled_blocks(recipe):
         return module
     return torch.compile(module, mode="reduce-overhead" if _can_record(recipe, device) else None)

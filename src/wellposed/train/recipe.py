@@ -20,14 +20,16 @@ Traceback (most recent call last):
 ValueError: ...mine.toml has an unknown field 'epoch'; did you mean 'epochs'?
 """
 
+import contextlib
 import dataclasses
 import functools
+import json
 import math
 import numbers
 import os
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -43,7 +45,7 @@ NONE = "none"
 Task = Literal["classify", "mae", "probe"]
 Placement = Literal["auto", "device", "stream"]
 Precision = Literal["fp32", "bf16"]
-OnNonfinite = Literal["stop", "skip", "rollback"]
+OnNonfinite = Literal["stop", "skip"]
 TRIVIAL_POLICY = "trivial"
 
 
@@ -57,7 +59,12 @@ def _field(default: Any, group: str, help: str, *, free: bool = False) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A training run. See the fields' help, ``wellposed train --help`` or docs/train.md."""
+    """A training run. See the fields' help, ``wellposed train --help-all`` or docs/train.md.
+
+    Example:
+        >>> Recipe(model="vit_tiny_patch16_224", edits=["gray_tokens eps=0.7"], epochs=3).edits
+        ({'edit': 'gray_tokens', 'eps': 0.7},)
+    """
 
     # fmt: off
     task: Task = _field("classify", "Task",
@@ -72,7 +79,6 @@ class Recipe:
         "processes that decode streamed images; 0 decodes in the training process", free=True)
     limit: int | None = _field(None, "Data", "train on this many images only")
     holdout: float = _field(0.1, "Data", "share of the images to test on, where the set has no test split")
-    skip_unreadable: bool = _field(False, "Data", "skip images that cannot be read, instead of stopping")
 
     model: str = _field("test_vit", "Model", "a timm name, hf-hub:NAME or local-dir:FOLDER")
     image_size: int | None = _field(None, "Model",
@@ -158,8 +164,7 @@ class Recipe:
         "auto: tensorboard if it is installed; else names of Accelerate's trackers: wandb, mlflow, ...; none",
         free=True)
     on_nonfinite: OnNonfinite = _field("stop", "Run",
-        "what a NaN or infinite loss or gradient does: stop; skip the update; "
-        "rollback to the last checkpoint and another order of the data", free=True)
+        "what a NaN or infinite loss or gradient does: stop, or skip the update", free=True)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -175,7 +180,7 @@ class Recipe:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str = "the recipe") -> "Recipe":
         """A recipe of named values, also those of older versions; an unknown name is an error."""
-        values = with_edits(values)
+        values = without_removed(with_edits(values), source)
         require_known(values, source)
         return cls(**values)
 
@@ -212,6 +217,24 @@ def checked(name: str, value: Any) -> Any:
     return value
 
 
+REMOVED: dict[str, tuple[Any, str]] = {
+    "skip_unreadable": (False, "wellposed pack --skip-unreadable makes a set without such images"),
+}
+"""Fields of earlier versions, with what they were by default and what to use instead."""
+
+
+def without_removed(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The fields without those that went, which may only say what is always so now.
+
+    >>> without_removed({"epochs": 3, "skip_unreadable": False}, "mine.toml")
+    {'epochs': 3}
+    """
+    for name, (default, instead) in REMOVED.items():
+        if values.get(name, default) != default:
+            raise ValueError(f"{source} has {name!r}, which is no field any more: {instead}.")
+    return {name: value for name, value in values.items() if name not in REMOVED}
+
+
 def require_known(names: Iterable[str], source: str) -> None:
     """Raise if a name is none of the fields."""
     for name in names:
@@ -245,9 +268,18 @@ def fitting(name: str, value: Any, hint: Any) -> Any:
         return None
     origin = get_origin(kind)
     if origin is Literal:
-        return _choice(name, value, get_args(kind))
+        choices = get_args(kind)
+        if value in choices:
+            return value
+        listed = ", ".join(map(str, choices))
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}{nearest(value, choices)}")
     if origin is tuple:
-        return _tuple(name, value, get_args(kind)[0])
+        if _is_none_word(value):
+            return ()
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(f"{name} must be a list, got {value!r}.")
+        (item, *_) = get_args(kind)
+        return tuple(fitting(f"{name}[{index}]", each, item) for index, each in enumerate(value))
     if origin is dict:
         return _options(name, value)
     if kind is str and isinstance(value, os.PathLike):
@@ -262,21 +294,6 @@ def fitting(name: str, value: Any, hint: Any) -> Any:
 
 def _is_none_word(value: Any) -> bool:
     return isinstance(value, str) and value == NONE
-
-
-def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    if value in choices:
-        return value
-    listed = ", ".join(map(str, choices))
-    raise ValueError(f"{name} must be one of {listed}, got {value!r}{nearest(value, choices)}")
-
-
-def _tuple(name: str, value: Any, item: Any) -> tuple[Any, ...]:
-    if _is_none_word(value):
-        return ()
-    if isinstance(value, (list, tuple)):
-        return tuple(fitting(f"{name}[{index}]", each, item) for index, each in enumerate(value))
-    raise TypeError(f"{name} must be a list, got {value!r}.")
 
 
 def _options(name: str, value: Any) -> dict[str, Any]:
@@ -367,9 +384,6 @@ def check_together(recipe: "Recipe") -> None:
         )
 
 
-_ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
-
-
 def table(values: Mapping[str, Any]) -> str:
     """One line a value."""
     return "\n".join(f"{_key(name)} = {value_text(value)}" for name, value in values.items())
@@ -396,18 +410,10 @@ def _key(name: str) -> str:
 
 
 def _string(text: str) -> str:
-    return f'"{"".join(map(_character, text))}"'
-
-
-def _character(character: str) -> str:
-    if character in _ESCAPES:
-        return _ESCAPES[character]
-    code = ord(character)
-    if 0xD800 <= code <= 0xDFFF:
-        raise ValueError(
-            f"TOML is UTF-8 text, got the byte {code & 0xFF:#04x} that is none; rename the file."
-        )
-    return f"\\u{code:04x}" if code < 0x20 or code == 0x7F else character
+    if any(0xD800 <= ord(character) <= 0xDFFF for character in text):
+        byte = next(ord(character) & 0xFF for character in text if 0xD800 <= ord(character) <= 0xDFFF)
+        raise ValueError(f"TOML is UTF-8 text, got the byte {byte:#04x} that is none; rename the file.")
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves this one as it is
 
 
 MOST_BYTES = 2**22
@@ -418,13 +424,26 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     """The fields that a file gives, each checked; an error names the file."""
     path = Path(path)
     text = _read_text(path)
-    values = _parse_toml(text, path)
     try:
-        values = with_edits(values)
+        given = parse_toml(text)
+    except ValueError as error:
+        said = str(error).replace("end of document", f"the end, line {text.count(chr(10)) + 1}")
+        raise ValueError(f"{path} is not valid TOML: {said}") from error
+    with _named(path):
+        given = with_edits(given)
+    values = without_removed(given, str(path))
+    require_known(values, str(path))
+    with _named(path):
+        return {name: checked(name, value) for name, value in values.items()}
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An error inside names the file."""
+    try:
+        yield
     except (TypeError, ValueError) as error:
         raise type(error)(f"{path}: {error}") from error
-    require_known(values, str(path))
-    return {name: _checked_in_file(name, value, path) for name, value in values.items()}
 
 
 def combine(file_values: Mapping[str, Any], flag_values: Mapping[str, Any]) -> Recipe:
@@ -472,18 +491,3 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"{path} must be UTF-8 text, got a byte that is none in line {line}.") from error
     except ValueError as error:
         raise ValueError(f"expected a recipe in {path}, which cannot be read: {error}.") from error
-
-
-def _parse_toml(text: str, path: Path) -> dict[str, Any]:
-    try:
-        return parse_toml(text)
-    except ValueError as error:
-        said = str(error).replace("end of document", f"the end, line {text.count(chr(10)) + 1}")
-        raise ValueError(f"{path} is not valid TOML: {said}") from error
-
-
-def _checked_in_file(name: str, value: Any, path: Path) -> Any:
-    try:
-        return checked(name, value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{path}: {error}") from error

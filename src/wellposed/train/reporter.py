@@ -184,7 +184,7 @@ class Reporter:
     def event(self, event: str, /, *, update: int | None = None, **values: Any) -> None:
         """A line of ``run.jsonl``.
 
-        After "rollback" the numbers of updates later than its own no longer count; "finished" fills the bar.
+        "finished" fills the bar.
         """
         if self._log is None:
             return
@@ -323,9 +323,7 @@ def flat(recipe: Recipe) -> dict[str, bool | int | float | str]:
 
 
 class Trackers:
-    """The trackers of an accelerator, each started, fed and finished on its own.
-
-    Accelerate does the same for all of them at once, where one that fails keeps the next from being called.
+    """The trackers of an accelerator, each fed and finished on its own, so that one may fail.
 
     Args:
         accelerator: made with ``log_with=tracker_names(recipe), project_dir=folder``.
@@ -353,9 +351,16 @@ class Trackers:
             "tensorboard": {"purge_step": start + 1} if start else {},
             "wandb": {"name": name, "id": run, "resume": "allow"},
         }
-        for kind in list(accelerator.log_with):
+        everything = list(accelerator.log_with)
+        for kind in everything:
+            is_tensorboard = _name(kind) == "tensorboard"
+            # TensorBoard shows each set of hyperparameters as a run; a resumed run has one already.
+            config = None if is_tensorboard and start else flat(recipe)
+            accelerator.log_with, accelerator.trackers = [kind], []
             try:
-                self._started += self._start(kind, recipe, start, options)
+                # For TensorBoard the name is that of the folder.
+                accelerator.init_trackers("tensorboard" if is_tensorboard else PROJECT, config, options)
+                self._started += accelerator.trackers
             except Exception as error:
                 # Nobody waits at a restart: what was asked for at the start is worth less than the run.
                 if start == 0:
@@ -365,37 +370,26 @@ class Trackers:
                         "leave it out of trackers, or set it up first."
                     ) from error
                 self._fails(kind, error)
+            finally:
+                accelerator.log_with = everything
         accelerator.trackers = list(self._started)
 
     def log(self, update: int, values: Mapping[str, float]) -> None:
         for tracker in self._started:
-            try:
-                tracker.log(dict(values), step=update)
-            except Exception as error:
-                self._fails(tracker, error)
+            self._try(tracker, lambda tracker: tracker.log(dict(values), step=update))
 
     def close(self) -> None:
         """Finish all; the process group, which ``Accelerator.end_training`` takes down too, stays."""
         for tracker in self._started:
-            try:
-                tracker.finish()
-            except Exception as error:
-                self._fails(tracker, error)
+            self._try(tracker, lambda tracker: tracker.finish())
         self._started.clear()
         self._accelerator.trackers = []
 
-    def _start(self, kind: Any, recipe: Recipe, start: int, options: dict[str, Any]) -> list[Any]:
-        one = self._accelerator
-        everything, one.log_with, one.trackers = one.log_with, [kind], []
-        is_tensorboard = _name(kind) == "tensorboard"
-        # TensorBoard shows each set of hyperparameters as a run of its own; a resumed run has one already.
-        config = None if is_tensorboard and start else flat(recipe)
+    def _try(self, tracker: Any, call: Callable[[Any], object]) -> None:
         try:
-            # For TensorBoard the name is that of the folder.
-            one.init_trackers("tensorboard" if is_tensorboard else PROJECT, config, options)
-            return list(one.trackers)
-        finally:
-            one.log_with = everything
+            call(tracker)
+        except Exception as error:
+            self._fails(tracker, error)
 
     def _fails(self, tracker: Any, error: Exception) -> None:
         name = _name(tracker)

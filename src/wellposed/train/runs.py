@@ -27,15 +27,15 @@ from wellposed.files import clear_staged, read_object
 from wellposed.models import load_weights, say_weights
 from wellposed.run_records import NAME as LOG
 from wellposed.run_records import read_run
+from wellposed.train.augment import normalised
 from wellposed.train.batches import scale
-from wellposed.train.batches.augment import normalised
 from wellposed.train.checkpoint import file_hash
 from wellposed.train.data import decode_readable, open_data
 from wellposed.train.edits import whole
 from wellposed.train.export import ENVIRONMENT, RECIPE, RESULT, WEIGHTS
 from wellposed.train.model import build_model, start_from
 from wellposed.train.optimizer import EpsSchedule
-from wellposed.train.recipe import Recipe, read_recipe, write_recipe
+from wellposed.train.recipe import REMOVED, Recipe, read_recipe, write_recipe
 
 
 def default_folder(recipe: Recipe) -> Path:
@@ -44,7 +44,8 @@ def default_folder(recipe: Recipe) -> Path:
     >>> default_folder(Recipe()) == default_folder(Recipe(workers=0))
     True
     """
-    text = json.dumps(decisive(recipe), sort_keys=True, default=str)
+    removed = {name: default for name, (default, _) in REMOVED.items()}  # runs keep their names
+    text = json.dumps(removed | decisive(recipe), sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     kind, colon, rest = recipe.data.removeprefix("torchvision:").partition(":")
     data = kind if colon and kind not in ("packed", "hf", "wds", "folder") else Path(rest or kind).stem
@@ -270,7 +271,7 @@ class TrainedRun:
     @property
     def _chosen(self) -> "_TestImages":
         recipe = self.recipe
-        opening = (recipe.data, recipe.holdout, recipe.seed, recipe.skip_unreadable)
+        opening = (recipe.data, recipe.holdout, recipe.seed)
         return _test_images(*opening, recipe.image_size or 0, self.channels, self.count)
 
     def _moment(self, weights: Named | Literal["checkpoint"], update: int, file: Path | None) -> Moment:
@@ -288,6 +289,12 @@ def open_run(
             has its best weights from its first checkpoint on.
         images: how many test images, spread evenly over the test set.
         device: for models and images; None is the one of the recipe, a GPU where there is one.
+
+    Returns:
+        The run; its models are built and its images decoded when they are asked for.
+
+    Example:
+        ``run = open_run("runs/first"); wellposed.diagnose(run.model("best"), run.images)``
     """
     folder = Path(folder).expanduser()
     _require_run(folder)
@@ -385,10 +392,8 @@ class _TestImages(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)  # the runs of a study share their images
-def _test_images(
-    data: str, holdout: float, seed: int, skip_unreadable: bool, size: int, channels: int, count: int
-) -> _TestImages:
-    opened = open_data(data, holdout=holdout, seed=seed, skip_unreadable=skip_unreadable)
+def _test_images(data: str, holdout: float, seed: int, size: int, channels: int, count: int) -> _TestImages:
+    opened = open_data(data, holdout=holdout, seed=seed)
     total = len(opened.test)
     chosen = opened.test.subset(np.linspace(0, total - 1, min(count, total)).round().astype(np.int64))
     pixels, read, unreadable = decode_readable(chosen, size, channels, progress=False)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -31,24 +31,10 @@ Status = Callable[[], Sequence[str]]
 """Gives the parts of a line of text, the most wanted first; called only when it is shown."""
 
 
-class Screen(Protocol):
-    """Where the state of a run is shown."""
-
-    interval: float
-    """Seconds after which it is worth calling ``show`` again."""
-
-    def show(self, update: int, title: str, status: Status) -> None: ...
-
-    def above(self, text: str) -> None:
-        """A line that stays."""
-
-    def close(self) -> None: ...
-
-
 class Bar:
     """A progress bar at the bottom of a terminal."""
 
-    interval = REFRESH_SECONDS
+    interval = REFRESH_SECONDS  # after which it is worth calling ``show`` again
 
     def __init__(self, console: Console, updates: int, start: int) -> None:
         self._console = console
@@ -109,6 +95,9 @@ class Lines:
 
     def _tenth_of(self, update: int) -> int:
         return 10 * update // max(self._updates, 1)
+
+
+Screen = Bar | Lines
 
 
 def make_screen(console: Console | None, updates: int, start: int) -> Screen:

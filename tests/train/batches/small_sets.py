@@ -71,8 +71,8 @@ def _data(both: Split, train: int, channels: int, size: int | None) -> ImageData
 
 
 def batches(data: ImageData, **options: Any) -> tuple[TrainBatches, EvalBatches]:
-    """Of a recipe with batches of 8; rank, world and rollbacks go past it."""
-    beside = {name: options.pop(name) for name in ("rank", "world", "rollbacks") if name in options}
+    """Of a recipe with batches of 8; rank and world go past it."""
+    beside = {name: options.pop(name) for name in ("rank", "world") if name in options}
     recipe = Recipe(**{"batch_size": 8, "seed": 3, "smoothing": 0.0, **options})
     mean, std = MEAN[: data.channels], STD[: data.channels]
     return make_batches(recipe, data, image_size=SIZE, mean=mean, std=std, device="cpu", **beside)

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import functional as torchvision
 
-from wellposed.train.batches.augment import (
+from wellposed.train.augment import (
     NOISE_STARTS,
     Augmentation,
     augmented,

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import functional as torchvision
 
-from wellposed.train.batches.augment import blurred, equalized, jittered, posterized, solarized, stretched
+from wellposed.train.augment import blurred, equalized, jittered, posterized, solarized, stretched
 
 SIZE = 16
 

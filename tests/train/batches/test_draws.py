@@ -3,7 +3,7 @@ import random
 import numpy as np
 import torch
 
-from wellposed.train.batches.order import Purpose, all_seeded, generator, numpy_seeded
+from wellposed.train.order import Purpose, all_seeded, generator, numpy_seeded
 
 
 def _state() -> tuple[object, ...]:

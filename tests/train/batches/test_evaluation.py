@@ -5,7 +5,6 @@ import torch
 
 from train.batches.small_sets import MEAN, STD, arrays, batches, files
 from wellposed.train.batches import shares
-from wellposed.train.data.images import UnreadableImageError
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -50,40 +49,8 @@ def test_workers_read_the_same(tmp_path: Path) -> None:
         assert torch.equal(ours.labels, theirs.labels)
 
 
-def test_unreadable_resident_images_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_unreadable_resident_images_are_counted_and_named(tmp_path: Path) -> None:
     data = files(tmp_path)
     Path(data.train.name(5)).write_bytes(b"no image")
-    Path(data.test.name(2)).write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"1 of 21 images .*5\.png"):
         batches(data)
-    train, test = batches(data, skip_unreadable=True)
-    assert test.images == 6
-    assert sum(batch.weights.sum().item() for batch in test) == 6
-    kept = [label for index, label in enumerate(data.test.labels.tolist()) if index != 2]
-    assert next(iter(test)).labels[:6].tolist() == kept
-    assert [note.split(" cannot")[0] for note in train.notes] == [
-        "1 of 21 images of small",
-        "1 of 7 images of small",
-    ]
-    train, _ = batches(data, skip_unreadable=True, batch_size=20)
-    assert train.updates_per_epoch == 1
-    with pytest.raises(ValueError, match="number of training images, 20, got 21"):
-        batches(data, skip_unreadable=True, batch_size=21)
-
-
-@pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("placement", ["device", "stream"])
-def test_a_split_of_which_nothing_is_left_is_refused(tmp_path: Path, placement: str, split: str) -> None:
-    data = files(tmp_path)
-    images = getattr(data, split)
-    for index in range(len(images)):
-        Path(images.name(index)).write_bytes(b"no image")
-    expected = rf"expected at least one .*, got none among the {len(images)} .*\.png cannot be read"
-
-    def read() -> None:
-        train, test = batches(data, placement=placement, workers=0, skip_unreadable=True)
-        train.at(0)
-        list(test)
-
-    with pytest.raises(UnreadableImageError, match=expected):
-        read()

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
             {"auto_augment": "v0", "placement": "device"},
             r"done by workers, got placement=device; use .*stream",
         ),
-        ({"auto_augment": "v0", "color_jitter": 0.4}, r"timm leaves color_jitter out beside auto_augment=v0"),
+        ({"auto_augment": "v0", "color_jitter": 0.4}, r"timm ignores color_jitter with auto_augment=v0"),
         ({"auto_augment": "rond-m9"}, r"one of timm's policies for auto_augment .* got 'rond-m9'"),
         ({"rank": 2, "world": 2}, r"rank must be in \[0, world\), got rank=2 and world=2"),
     ],

@@ -4,8 +4,8 @@ import torch
 from timm.data import Mixup
 
 from train.batches.small_sets import MIXES, arrays, batches, equal
-from wellposed.train.batches import Mixing
-from wellposed.train.batches.order import Purpose, sequence
+from wellposed.train.augment import Mixing
+from wellposed.train.order import Purpose, sequence
 
 
 def _pass() -> tuple[torch.Tensor, torch.Tensor]:

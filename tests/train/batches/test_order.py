@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from wellposed.train.batches.order import Order, permutation, slot_positions
+from wellposed.train.order import Order, permutation, slot_positions
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 6, 12])
@@ -27,11 +27,11 @@ def test_odd_slots_are_contiguous() -> None:
     ]
 
 
-def test_permutations_differ_by_epoch_seed_and_rollbacks() -> None:
-    orders = [permutation(50, *where).tolist() for where in [(0, 0), (0, 1), (1, 0), (0, 0, 1), (0, 0, 0)]]
+def test_permutations_differ_by_epoch_and_seed() -> None:
+    orders = [permutation(50, *where).tolist() for where in [(0, 0), (0, 1), (1, 0), (0, 0)]]
     assert all(sorted(order) == list(range(50)) for order in orders)
-    assert orders[0] == orders[4]
-    assert len({tuple(order) for order in orders}) == 4
+    assert orders[0] == orders[3]
+    assert len({tuple(order) for order in orders}) == 3
 
 
 def test_an_epoch_visits_each_image_at_most_once_over_all_processes() -> None:

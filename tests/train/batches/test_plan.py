@@ -2,7 +2,7 @@ import dataclasses
 
 import numpy as np
 
-from wellposed.train.batches.augment import (
+from wellposed.train.augment import (
     CROP,
     ERASE,
     FLIP,

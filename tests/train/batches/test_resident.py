@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from train.batches.small_sets import EVERYTHING, MEAN, MIXES, SIZE, STD, arrays, batches, equal
-from wellposed.train.batches.order import permutation, slot_positions
-from wellposed.train.batches.sources import upload
+from wellposed.train.batches import upload
+from wellposed.train.order import permutation, slot_positions
 
 
 def _state() -> tuple[object, ...]:
@@ -74,17 +74,6 @@ def test_odd_passes_make_the_same_update_without_mixing() -> None:
     passes = batches(data, batch_size=6, accumulate=2, **EVERYTHING)[0].at(3)
     assert torch.equal(torch.cat([batch.images for batch in passes]), whole.images)
     assert torch.equal(torch.cat([batch.labels for batch in passes]), whole.labels)
-
-
-def test_a_rollback_changes_the_order_and_zero_is_the_first() -> None:
-    train, _ = batches(arrays())
-    before = train.at(1)
-    train.reorder(1)
-    after = train.at(1)
-    assert not equal(before, after)
-    assert equal(after, batches(arrays(), rollbacks=1)[0].at(1))
-    train.reorder(0)
-    assert equal(train.at(1), before)
 
 
 def test_seeds_differ() -> None:

@@ -11,7 +11,7 @@ from torchvision.transforms import functional as torchvision
 from torchvision.transforms.functional import InterpolationMode
 
 from train.batches.small_sets import arrays, batches, equal
-from wellposed.train.batches.augment import (
+from wellposed.train.augment import (
     OPERATIONS,
     STRENGTHS,
     TRIVIAL,

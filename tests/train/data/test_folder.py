@@ -134,7 +134,7 @@ def test_unreadable_images_are_counted_and_named(damaged: Path) -> None:
     assert "train/cat/3.png: cannot identify image file; " in message
     assert "train/dog/gone.jpg: No such file or directory; " in message
     assert "floats.tif: the range of its values, of mode F, is not known" in message
-    assert "skip_unreadable" in message
+    assert "--skip-unreadable" in message
 
 
 def test_unreadable_images_can_be_left_out(damaged: Path) -> None:

@@ -132,7 +132,7 @@ def test_what_is_missing_or_damaged_is_named(write: Callable[..., Path], tmp_pat
         open_data(f"hf:{path}")
     write("train.parquet")
     write("extra.parquet")
-    with pytest.raises(ValueError, match=r"or of none; got .*extra\.parquet beside .*train\.parquet"):
+    with pytest.raises(ValueError, match=r"or of none; got .*extra\.parquet next to .*train\.parquet"):
         open_data(f"hf:{path.parent}")
 
 

@@ -83,9 +83,8 @@ def open_data(
         holdout: share of each class to test on, where the set has no test split.
         seed: of what is held out, of ``limit``, and of the test images of ``digits``.
         limit: train on so many images only, drawn by the seed.
-        skip_unreadable: skip images that cannot be read, and say so in the notes, instead of stopping.
-            Headers are checked here; an image whose header is whole and whose pixels are not is found when it
-            is decoded.
+        skip_unreadable: for :func:`~wellposed.train.data.archives.pack`: skip images whose headers cannot be
+            read, and say so in the notes, instead of stopping.
 
     Returns:
         The images by index, which are decoded when they are asked for.
@@ -339,7 +338,7 @@ def grouped(paths: Iterable[Path], what: str) -> dict[SplitName, list[Path]]:
         other = next(iter(named.values()))[0]
         raise ValueError(
             f"expected train, val or test in the names of all files of {what}, or of none; got {unnamed[0]} "
-            f"beside {other}."
+            f"next to {other}."
         )
     return named or {"train": unnamed}
 

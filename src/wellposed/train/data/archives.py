@@ -94,19 +94,14 @@ def _expanded(pattern: str) -> Iterator[str]:
     if match is None:
         yield pattern
         return
-    before, after = pattern[: match.start()], pattern[match.end() :]
-    for option in _options(match[1]):
-        yield from _expanded(f"{before}{option}{after}")
-
-
-def _options(inside: str) -> Iterable[str]:
-    numbers = _RANGE.fullmatch(inside)
-    if numbers is None:
-        return inside.split(",")
-    first, last = numbers[1], numbers[2]
-    if int(first) > int(last):
-        raise ValueError(f"expected an ascending range of shards, got {{{inside}}}.")
-    return (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+    options: Iterable[str] = match[1].split(",")
+    if numbers := _RANGE.fullmatch(match[1]):
+        first, last = numbers[1], numbers[2]
+        if int(first) > int(last):
+            raise ValueError(f"expected an ascending range of shards, got {{{match[1]}}}.")
+        options = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+    for option in options:
+        yield from _expanded(f"{pattern[: match.start()]}{option}{pattern[match.end() :]}")
 
 
 _IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "ppm")

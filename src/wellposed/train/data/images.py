@@ -262,7 +262,7 @@ def unreadable(name: str, error: Exception) -> UnreadableImageError:
     """The error that names the image.
 
     A fault of the machine (no memory, too many open files, a disk that answers with errors) is raised as it
-    is: with ``skip_unreadable`` it would otherwise make the set smaller, unseen.
+    is: ``pack`` with ``skip_unreadable`` would otherwise make the set smaller, unseen.
     """
     is_machine = isinstance(error, OSError) and error.errno not in _FAULTS_OF_THE_FILE
     if is_machine or isinstance(error, MemoryError):
@@ -459,15 +459,8 @@ def counted(what: str, messages: Sequence[str], total: int) -> str:
 def refusal(what: str, messages: Sequence[str], total: int) -> UnreadableImageError:
     """One error for all images that cannot be read."""
     return UnreadableImageError(
-        f"{counted(what, messages, total)} Repair or remove them, or skip them with skip_unreadable."
-    )
-
-
-def nothing_left(total: int, first: str) -> UnreadableImageError:
-    """Where those that cannot be read are skipped, and none of a split can be."""
-    return UnreadableImageError(
-        f"expected at least one image that can be read, got none among the {total} of a split; the first: "
-        f"{first} Repair them, or take other data."
+        f"{counted(what, messages, total)} Repair or remove them, or pack the set without them: "
+        "wellposed pack DATA -o FILE.npz --skip-unreadable."
     )
 
 

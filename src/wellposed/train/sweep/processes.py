@@ -1,6 +1,6 @@
 """Runs as processes side by side: started, followed by what they write, stopped when the sweep is.
 
-Each trains one recipe in its own folder, here or elsewhere (an :class:`Engine`). How far it is comes from the
+Each trains one recipe in its own folder, here or elsewhere (an engine). How far it is comes from the
 lines that its ``run.jsonl`` gets. A terminal shows a table of the runs; a log file gets a line for each
 change.
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Union
 
 from rich.console import Console
 from rich.live import Live
@@ -57,31 +57,6 @@ class Run:
     def recipe_file(self) -> Path:
         """Next to the folder, which belongs to the training process."""
         return self.folder.with_name(f"{self.name}.toml")
-
-
-class Process(Protocol):
-    """What trains a run, here or on another machine. The methods are those of ``subprocess.Popen``."""
-
-    @property
-    def is_queued(self) -> bool:
-        """Whether it has still to begin."""
-
-    def poll(self) -> int | None:
-        """The exit code if it has ended; a ``ChildProcessError`` if it has none."""
-
-    def terminate(self) -> None:
-        """Ask it to save and end."""
-
-    def kill(self) -> None: ...
-
-    def wait(self) -> int: ...
-
-
-class Engine(Protocol):
-    """Where runs are trained."""
-
-    def start(self, run: Run) -> Process:
-        """Begin to train a run, or queue it; an ``OSError`` if that cannot be."""
 
 
 class LocalProcess(subprocess.Popen[bytes]):
@@ -193,6 +168,8 @@ def is_finished(result: Mapping[str, Any]) -> bool:
     return bool(result.get("status", "finished" if result.get("finished") else "") == "finished")
 
 
+Engine = Union["LocalEngine", "RayEngine"]
+"""Where runs are trained: ``start(run)`` begins to train it, or queues it."""
 State = Literal["waiting", "queued", "running", "finished", "interrupted", "nonfinite", "failed"]
 POLL_SECONDS = 0.1
 NONFINITE, TERMINATED = 3, 128 + signal.SIGTERM
@@ -215,7 +192,7 @@ class Child:
     reason: str = ""
     result: dict[str, Any] | None = None
     asked_to_stop: bool = False
-    process: Process | None = None
+    process: "LocalProcess | RayRun | None" = None
 
     @classmethod
     def of(cls, run: Run) -> "Child":

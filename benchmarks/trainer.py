@@ -1,35 +1,39 @@
 """What training costs compared with a bare step of timm and torch.
 
+python -m benchmarks trainer [--model NAME] [--image-size N] [--batch-size N] [--precision bf16]
+
 The bare step is a timm model, compiled as torch does by default, with a fused AdamW, on one batch that lies
 on the device. The other is the trainer's own: batches out of a set with crops and mirroring, learning-rate
 schedule, clipping, the guard against numbers that are not finite. Rounds of both alternate, so that a machine
 that changes its speed changes both.
 """
 
+import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
+import typer
 from torch import Tensor, nn
 
+from wellposed.files import write_text
 from wellposed.text import aligned
 from wellposed.train.batches import make_batches
-from wellposed.train.batches.order import generators_kept
 from wellposed.train.checkpoint import Store
 from wellposed.train.data import ImageData, Split
 from wellposed.train.data.images import PixelImages
+from wellposed.train.fitting import from_data, from_model
 from wellposed.train.loop import LOOK_EVERY, USUAL, Loop, Sums, first_test_images, paced
-from wellposed.train.model import build_model
+from wellposed.train.model import build_model, make_task
+from wellposed.train.order import generators_kept
 from wellposed.train.parallel import make_accelerator
 from wellposed.train.recipe import Recipe
-from wellposed.train.resolve import from_data, from_model
-from wellposed.train.tasks import make_task
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -210,3 +214,30 @@ def bare_step(recipe: Recipe, device: torch.device, classes: int, channels: int)
             optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def main(
+    model: str = "test_vit",
+    image_size: int | None = None,
+    patch_size: int | None = None,
+    batch_size: int = 128,
+    precision: str = "fp32",
+    compile: bool | None = None,
+    device: str | None = None,
+    updates: Annotated[int, typer.Option(min=1, help="Updates in one round.")] = 50,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here too.")] = None,
+) -> None:
+    """Images per second of training, and the ratio to a bare timm step."""
+    recipe = Recipe(
+        model=model,
+        image_size=image_size,
+        patch_size=patch_size,
+        batch_size=batch_size,
+        precision=precision,  # type: ignore[arg-type]
+        compile=compile,
+        device=device,
+    )
+    result = run(recipe, updates=updates)
+    typer.echo(result.table())
+    if json_file is not None:
+        write_text(json_file, json.dumps(result.to_mapping(), indent=1) + "\n")

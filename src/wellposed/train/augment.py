@@ -18,6 +18,11 @@ whole batch. Here each image has its own draw, and all operations are computed f
 for small images. What the edges leave free has the mean colour. Shifts are of the side at most, where the
 paper has 32 pixels.
 
+Mixup, CutMix and label smoothing are timm's, with draws that depend on (seed, update) alone. timm draws one
+mixing weight (and one rectangle) for the batch it is given. Here every pass of an update, on every process,
+draws the same, and the passes hold mirrored positions (see ``order.py``): together they are what timm makes
+of the whole batch.
+
 Axes: n stored images, b of the batch, C channels, S pixels. In changes of colour values are float from 0 to
 255 and amounts (b, 1, 1, 1).
 """
@@ -29,10 +34,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from timm.data.mixup import Mixup, one_hot
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, grid_sample
 
-from wellposed.train.batches.order import Purpose, generator
+from wellposed.train.order import Purpose, generator, numpy_seeded
 from wellposed.train.recipe import TRIVIAL_POLICY, Recipe
 
 _GRAY = (0.299, 0.587, 0.114)
@@ -229,10 +235,6 @@ class Augmentation:
         """What remains when workers have cropped, mirrored and jittered the pictures."""
         return dataclasses.replace(self, flip=0.0, crop_scale=None, jitter=0.0)
 
-    @property
-    def is_nothing(self) -> bool:
-        return self == Augmentation()
-
 
 def draw(augmentation: Augmentation, seed: int, update: int, batch_size: int, size: int) -> Table:
     """The plan of an update's images, of ``size`` pixels a side."""
@@ -294,7 +296,7 @@ def augmented(
     Args:
         pixels: (n, C, S, S), uint8.
         indices: (b,) of the images to take, or None for all, in order.
-        plan: (b, columns), see :mod:`wellposed.train.batches.augment`; None to augment nothing.
+        plan: (b, columns), see :mod:`wellposed.train.augment`; None to augment nothing.
         mean, std: (C, 1, 1), of pixels from 0 to 255.
         noise: a bank for erased rectangles, longer than an image.
         augmentation: which parts of the plan are used.
@@ -361,3 +363,44 @@ def erased(x: Tensor, rectangles: Tensor, noise: Tensor, starts: Tensor) -> Tens
     inside = rows[:, :, None] & columns[:, None, :]
     stretches = noise.unfold(0, x[0].numel(), 1)  # a view: row i starts at i
     return torch.where(inside[:, None], stretches[starts.long()].view_as(x), x)
+
+
+class Mixing:
+    """Makes the labels of a pass, and with mixup or CutMix mixes its images.
+
+    Args:
+        mixup, cutmix: alpha of each, 0 for none.
+        smoothing: of the labels.
+        classes: how many there are.
+        seed: of the draws.
+        probability: that an update is mixed.
+    """
+
+    def __init__(
+        self,
+        mixup: float,
+        cutmix: float,
+        smoothing: float,
+        classes: int,
+        seed: int,
+        probability: float = 1.0,
+    ) -> None:
+        self.smoothing, self.classes, self.seed = smoothing, classes, seed
+        self.mixes = mixup > 0 or cutmix > 0
+        self._mixup = Mixup(
+            mixup_alpha=mixup,
+            cutmix_alpha=cutmix,
+            prob=probability,
+            label_smoothing=smoothing,
+            num_classes=classes,
+        )
+
+    def __call__(self, update: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and labels of one pass; the images are mixed in place."""
+        if self.mixes:
+            with numpy_seeded(self.seed, Purpose.MIX, update):
+                images, labels = self._mixup(images, labels)
+        elif self.smoothing > 0:
+            off = self.smoothing / self.classes
+            labels = one_hot(labels, self.classes, on_value=1.0 - self.smoothing + off, off_value=off)
+        return images, labels

@@ -6,7 +6,7 @@ or a position. So nothing depends on what was drawn before, and a resumed run ne
 >>> int(generator(0, Purpose.ORDER, 3).integers(100)) == int(generator(0, Purpose.ORDER, 3).integers(100))
 True
 
-Epoch e visits the images in a permutation drawn from (seed, e, rollbacks); images that fill no whole batch
+Epoch e visits the images in a permutation drawn from (seed, e); images that fill no whole batch
 are skipped. The B positions of an update are cut into slots, one for each process and pass.
 
 A slot takes its positions from both ends of the batch. timm's Mixup pairs an image with the one at the
@@ -110,9 +110,10 @@ def seed_update(seed: int, update: int, rank: int) -> None:
     random.seed(int(word))
 
 
-def permutation(images: int, seed: int, epoch: int, rollbacks: int = 0) -> Indices:
+def permutation(images: int, seed: int, epoch: int) -> Indices:
     """The order in which an epoch visits the images."""
-    return generator(seed, Purpose.ORDER, epoch, rollbacks).permutation(images)
+    # The 0 is of earlier versions, whose runs resume in the same order.
+    return generator(seed, Purpose.ORDER, epoch, 0).permutation(images)
 
 
 def slot_positions(slot: int, slots: int, batch_size: int) -> Indices:
@@ -155,7 +156,6 @@ class Order:
         accumulate: passes of one update.
         rank, world: this process among how many; pass a of process r has slot a * world + r.
         seed: of the permutations.
-        rollbacks: another number gives another order.
     """
 
     def __init__(
@@ -167,16 +167,15 @@ class Order:
         rank: int = 0,
         world: int = 1,
         seed: int = 0,
-        rollbacks: int = 0,
     ) -> None:
-        self.images, self.batch_size, self.seed, self.rollbacks = images, batch_size, seed, rollbacks
+        self.images, self.batch_size, self.seed = images, batch_size, seed
         self.updates_per_epoch = images // batch_size
         slots = world * accumulate
         self.positions: Indices = np.stack(
             [slot_positions(a * world + rank, slots, batch_size) for a in range(accumulate)]
         )
         """(passes, images of a pass): this process's positions in any update."""
-        self._newest: tuple[tuple[int, int], Indices] | None = None
+        self._newest: tuple[int, Indices] | None = None
 
     def place(self, update: int) -> tuple[int, int]:
         """The epoch of an update, and which of the epoch's updates it is."""
@@ -184,11 +183,10 @@ class Order:
 
     def table(self, epoch: int) -> Indices:
         """(updates of the epoch, passes, images of a pass): indices of images."""
-        which = epoch, self.rollbacks
-        if self._newest is None or self._newest[0] != which:
+        if self._newest is None or self._newest[0] != epoch:
             kept = self.updates_per_epoch * self.batch_size
-            order = permutation(self.images, self.seed, *which)[:kept]
-            self._newest = which, order.reshape(-1, self.batch_size)[:, self.positions]
+            order = permutation(self.images, self.seed, epoch)[:kept]
+            self._newest = epoch, order.reshape(-1, self.batch_size)[:, self.positions]
         return self._newest[1]
 
     def passes(self, update: int) -> list[Pass]:
