@@ -529,3 +529,23 @@ def test_constants_of_another_scheme_are_refused() -> None:
         wp.initialise(vit(), "mimetic", c=3)
     with pytest.raises(ValueError, match="scheme must be one of skipless"):
         wp.initialise(vit(), "kaiming")
+
+
+def test_checkpointing_leaves_the_gradients_of_normalised_weights() -> None:
+    """A block that runs again in the backward pass follows the spectrum no second time."""
+    model, x = vit().train(), BY_NAME["timm vit"].input(dtype=torch.float64)
+    wp.normalise_spectrum(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # u and v are behind the weights now
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    found = []
+    for checkpointed in (False, True):
+        one = copy.deepcopy(model)
+        one.set_grad_checkpointing(checkpointed)
+        one(x).square().sum().backward()
+        found.append(({name: each.grad for name, each in one.named_parameters()}, list(one.buffers())))
+    (plain, buffers), (again, same) = found
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient, msg=name)
+    assert all(map(torch.equal, buffers, same))

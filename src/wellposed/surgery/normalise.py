@@ -43,7 +43,7 @@ class NormalisedWeight(WeightEdit):
 
     def forward(self, weight: Tensor) -> Tensor:
         with without_autocast(weight):
-            if self.training:
+            if self.training and not _is_recomputed():
                 self._follow(weight.detach())
             # Copies, since the buffers change before the backward pass of a model that runs twice.
             return self.gamma / torch.dot(self.u.clone(), weight @ self.v.clone()) * weight
@@ -60,6 +60,14 @@ class NormalisedWeight(WeightEdit):
 
     def extra_repr(self) -> str:
         return "" if self.init == "one" else f"init={self.init!r}"
+
+
+def _is_recomputed() -> bool:
+    """Whether a checkpointed block runs again in the backward pass: with the u and v of its first run then.
+
+    Compiled programs keep what they need, or recompute it from the same buffers.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def normalise_spectrum(
