@@ -5,7 +5,6 @@ The rows are the chart's data, the table next to it and the CSV file at once, so
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -39,9 +38,9 @@ class Chart:
         rows: one cell a column.
         spec: Vega-Lite without data and width; None for a table alone.
         describe: what is to be seen, for those who do not see it.
-        choose: key of the column of which one value is shown at a time.
-        choose_title: its name beside the menu.
-        chosen: the value that is shown first.
+        facet: key of the column of which each value has a panel; all panels share their scales.
+        median: the column of which the median over a variant's runs is drawn, then those that make a cell.
+        most: a column, and how many of its values are drawn before a button asks for all.
         opens: what a click on a mark opens: ``"spectrum"``, or nothing.
         table_open: whether the table is unfolded from the start.
     """
@@ -50,9 +49,9 @@ class Chart:
     rows: tuple[tuple[Cell, ...], ...]
     spec: dict[str, Any] | None
     describe: str
-    choose: str = ""
-    choose_title: str = ""
-    chosen: str = ""
+    facet: str = ""
+    median: tuple[str, ...] = ()
+    most: tuple[str, int] = ("", 0)
     opens: str = ""
     table_open: bool = False
 
@@ -155,12 +154,6 @@ def colour_range(values: Iterable[float], measure: str) -> tuple[float, float]:
 
 def distinct(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
-
-
-def most_told(rows: Sequence[Sequence[Any]]) -> str:
-    """The subject, in the first cell, that has the most rows."""
-    counts = Counter(str(row[0]) for row in rows)
-    return counts.most_common(1)[0][0]
 
 
 def picked(values: Sequence[float], most: int) -> list[tuple[int, float]]:

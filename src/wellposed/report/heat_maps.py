@@ -16,12 +16,13 @@ from wellposed.report.charts import (
     columns,
     distinct,
     finite,
-    most_told,
     picked,
 )
 from wellposed.report.subjects import Material, Subject
 
 CONDITIONING = "Conditioning, block by block"
+MOST_PANELS = 12
+"""Drawn before a button asks for all; in static figures, all that are drawn."""
 _STORED = columns(
     run="run",
     block="block",
@@ -34,6 +35,7 @@ _STORED = columns(
     high="upper quartile",
     images="images",
     estimator="estimator",
+    variant="variant",
     spectrum="-spectrum",
 )
 # Its digits would be a third of the page's data.
@@ -47,12 +49,12 @@ def conditioning_section(material: Material, budget: Budget) -> Section | Missin
         return Missing(CONDITIONING, "wellposed diagnose MODEL --images DIR --out DIR")
     logs = [row[5] for row in rows]
     words = [
-        "Natural logarithm of the condition number kappa of the token matrix, median over the images: the "
-        "darker (in the dark, the brighter), the worse. ≥ marks a lower bound: the arithmetic cannot tell "
-        "more."
+        "Natural logarithm of the condition number kappa of the tokens, the median over images and over the "
+        "runs of a variant. The further from the light end of the scale, the worse. ≥ marks a lower bound: "
+        "kappa exceeds float32 resolution."
     ]
     if spectra.curves:
-        words.append("Choose a cell, or a place in the menu below, to see its singular values.")
+        words.append("Choose a cell, or a place in the menu, to see its singular values.")
     else:
         words.append(
             "These records have no spectra; wellposed diagnose MODEL --images DIR --out DIR adds them."
@@ -65,14 +67,14 @@ def conditioning_section(material: Material, budget: Budget) -> Section | Missin
             x=("position", "position", positions),
             y=("block", "block"),
             colour=("ln_kappa", "ln kappa", colour_range(logs, "ln kappa")),
-            tooltips=("block", "module", "position", "kappa", "ln_kappa", "status", "low", "high"),
+            tooltips=("block", "module", "position", "kappa", "ln_kappa", "status", "low", "high", "runs"),
             mark_bounds=True,
         ),
-        describe="Heat map of ln kappa, a row for each block and a column for each position. "
-        "The table below has the same numbers.",
-        choose="run",
-        choose_title="run",
-        chosen=most_told(rows),
+        describe="Heat maps of ln kappa, one a variant, with a row for each block and a column for each "
+        "position. The table below has the numbers of each run.",
+        facet="variant",
+        median=("kappa", "variant", "block", "position"),
+        most=("variant", MOST_PANELS),
         opens="spectrum" if spectra.curves else "",
     )
     return Section(
@@ -136,15 +138,18 @@ def heat_map(
                 "transform": [{"filter": {"field": "status", "oneOf": ["at least", "at most"]}}],
                 "mark": {"type": "text", "text": "≥", "fontSize": 13, "fontWeight": "bold", "tooltip": None},
                 "encoding": {
-                    "color": {"value": "#ffffff"},
-                    "stroke": {"value": "#000000"},
-                    "strokeWidth": {"value": 0.4},
+                    "fill": {
+                        "field": field,
+                        "type": "quantitative",
+                        "scale": {"type": "threshold", "domain": [(low + high) / 2], "range": "bound"},
+                        "legend": None,
+                    }
                 },
             }
         )
         layers.append(
             {
-                "data": {"name": "picked"},
+                "transform": [{"filter": "datum.block + '|' + datum.position === picked"}],
                 "mark": {
                     "type": "rect",
                     "filled": False,
@@ -155,7 +160,7 @@ def heat_map(
             }
         )
     return {
-        "height": {"step": 24},
+        "height": {"step": 20},
         "encoding": {
             "x": {
                 "field": x[0],
@@ -164,7 +169,7 @@ def heat_map(
                 "sort": list(x[2]),
                 "axis": {"labelAngle": -35 if any(len(str(v)) > 4 for v in x[2]) else 0, "labelLimit": 160},
             },
-            "y": {"field": y[0], "type": "ordinal", "title": y[1]},
+            "y": {"field": y[0], "type": "ordinal", "title": y[1], "axis": {"labelOverlap": True}},
         },
         "layer": layers,
     }
@@ -219,6 +224,7 @@ def _row(subject: Subject, record: Record, spectrum: int | None) -> tuple[Any, .
         finite(record.high),
         record.images or None,
         record.estimator,
+        subject.variant,
         spectrum,
     )
 
@@ -238,6 +244,7 @@ def density_section(material: Material, budget: Budget) -> Section | Missing:
             finite(r.low),
             finite(r.high),
             r.images or None,
+            subject.variant,
         )
         for subject in material.subjects
         for r in subject.select("entropy")
@@ -256,23 +263,25 @@ def density_section(material: Material, budget: Budget) -> Section | Missing:
             low="lower quartile",
             high="upper quartile",
             images="images",
+            variant="variant",
         ),
         rows=tuple(rows),
         spec=heat_map(
             x=("head", "head", heads),
             y=("block", "block"),
             colour=("entropy", "entropy, 1 is uniform", colour_range(values, "entropy")),
-            tooltips=("block", "head", "entropy", "low", "high"),
+            tooltips=("block", "head", "entropy", "low", "high", "runs"),
             ramp=True,
         ),
-        describe="Heat map of the entropy of attention, a row for each block and a column for each head. "
-        "The table below has the same numbers.",
-        choose="run",
-        choose_title="run",
-        chosen=most_told(rows),
+        describe="Heat maps of the entropy of attention, one a variant, with a row for each block and a "
+        "column for each head. The table below has the numbers of each run.",
+        facet="variant",
+        median=("entropy", "variant", "block", "head"),
+        most=("variant", MOST_PANELS),
     )
     words = [
-        "Entropy of the attention rows over its maximum, median over the images. 1 is uniform attention."
+        "Entropy of the attention rows over its maximum, the median over images and over the runs of a "
+        "variant. 1 is uniform attention."
     ]
     thinned = ""
     if not budget.heads:

@@ -13,10 +13,9 @@ from wellposed.report.charts import (
     columns,
     distinct,
     finite,
-    most_told,
     picked,
 )
-from wellposed.report.heat_maps import NO_HEADS
+from wellposed.report.heat_maps import MOST_PANELS, NO_HEADS
 from wellposed.report.subjects import Material, isolated
 
 BOUNDS = "Measured against bound"
@@ -43,10 +42,11 @@ def bounds_section(material: Material, budget: Budget) -> Section | Missing:
             *(map(finite, r.margins) if r.margins else (None, None)),
             r.status,
             *_counts(r.verdicts),
+            subject.variant,
         )
         for subject, r in bounded
     )
-    counts = [sum(column) for column in zip(*(row[10:] for row in rows), strict=True)]
+    counts = [sum(column) for column in zip(*(row[10:-1] for row in rows), strict=True)]
     told = ", ".join(f"{name} {count:,} times" for name, count in zip(VERDICTS, counts, strict=True) if count)
     infinite = sum(row[6] is None for row in rows)
     words = [
@@ -56,7 +56,9 @@ def bounds_section(material: Material, budget: Budget) -> Section | Missing:
         f"Over images, windows and heads: {told}.",
     ]
     if any(record.status == "at least" for _, record in bounded):
-        words.append('Where the status is "at least", the arithmetic cannot tell a larger kappa from it.')
+        words.append(
+            'Where the status is "at least", kappa exceeds float32 resolution: the number is a lower bound.'
+        )
     if infinite:
         words.append(
             f"{infinite} of {len(rows)} bounds are infinite (tokens or weights without full rank) and not "
@@ -85,10 +87,11 @@ def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
             smallest="smallest",
             status="status of measured",
             **verdicts,
+            variant="variant",
         ),
         rows=rows,
         spec={
-            "height": 320,
+            "height": 240,
             "layer": [
                 {
                     "data": {"values": [{"end": ends[0]}, {"end": ends[1]}]},
@@ -128,9 +131,8 @@ def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
         },
         describe="Scatter plot on logarithmic axes: measured kappa to the right, its bound upwards, and the "
         "diagonal at which they are equal. The table below has the same numbers.",
-        choose="run",
-        choose_title="run",
-        chosen=most_told(rows),
+        facet="variant",
+        most=("variant", MOST_PANELS),
     )
 
 
@@ -168,8 +170,7 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
     if not rows:
         return Missing(
             JACOBIAN,
-            "wellposed diagnose MODEL --images DIR --what jacobian --out DIR; over eps, in a clone of the "
-            "repository: python -m studies jacobian-spectrum",
+            "wellposed diagnose MODEL --images DIR --what jacobian --out DIR",
         )
     lines = distinct(row[1] for row in rows)
     chart = Chart(
@@ -185,7 +186,7 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
         ),
         rows=tuple(rows),
         spec={
-            "height": 260,
+            "height": 200,
             "transform": [{"filter": {"field": "value", "gt": 0}}],
             "mark": {"type": "line", "opacity": 0.85, "strokeWidth": 1.8},
             "encoding": {
@@ -211,8 +212,8 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
         },
         describe="Singular values of a sub-block's Jacobian over the largest, falling from left to right on "
         "a logarithmic axis; a flatter line is better conditioned. The table below has the same numbers.",
-        choose="panel",
-        choose_title="sub-block",
+        facet="panel",
+        most=("panel", MOST_PANELS),
     )
     words = (
         "Singular values of the Jacobian of a sub-block over its largest; a flatter line is better "

@@ -31,7 +31,7 @@ from wellposed.report.measurements import (
 from wellposed.report.reading import diagnosis_subject, read_material
 from wellposed.report.subjects import Material, with_unique_names
 from wellposed.report.training import training_section
-from wellposed.report.verdict import Code, Edits, Listed, Name, Sentence, verdict
+from wellposed.report.verdict import Card, Code, Listed, Name, Sentence, Strong, Verdict, verdict
 
 LIMIT = 2_000_000
 """Bytes of a page."""
@@ -125,7 +125,9 @@ def _about(material: Material) -> str:
     counts = [(runs, "run"), (rest, "diagnosis" if rest == 1 else "diagnose")]
     told = [f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts if n]
     left = len(material.unfinished)
-    return ", ".join([*told, f"{left} not finished"] if left else told)
+    told += [f"{left} not finished"] if left else []
+    variants = len(material.variants())
+    return ", ".join([*told, f"{variants} variants"] if 1 < variants < len(material.subjects) else told)
 
 
 LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-interpreter.js")
@@ -140,14 +142,14 @@ class Page:
     Args:
         title: of the page.
         about: a line below it.
-        verdict: heading -> sentences.
+        verdict: its top.
         sections: in their order.
         missing: sections whose records are not there.
     """
 
     title: str
     about: str
-    verdict: Mapping[str, Sequence[Sentence]]
+    verdict: Verdict
     sections: Sequence[Section]
     missing: Sequence[Missing]
 
@@ -155,12 +157,17 @@ class Page:
 def render(page: Page) -> str:
     """The whole page."""
     scripts = [_asset(name) for name in (*LIBRARIES, "page.js")]
+    chart = [each for each in page.sections if _is_card(each)]
+    worst, rest = page.verdict.cards[:1], page.verdict.cards[1:]
     body = "\n".join(
         [
             _header(page),
-            "<main id='main'>",
-            _verdict(page.verdict),
-            *(_section(section) for section in page.sections),
+            "<main id='main'><div class='cards'>",
+            *map(_card, worst if chart else page.verdict.cards),
+            *(_section(section, "section") for section in chart),
+            *map(_card, rest if chart else ()),
+            "</div>",
+            *(_section(section, "details") for section in page.sections if section not in chart),
             _missing(page.missing),
             "</main>",
             _footer(),
@@ -239,69 +246,89 @@ def _chart_data(chart: Chart) -> dict[str, Any]:
     return {
         "columns": columns,
         "spec": chart.spec,
-        "choose": chart.choose,
-        "chosen": chart.chosen,
+        "facet": chart.facet,
+        "median": chart.median,
+        "most": chart.most,
         "opens": chart.opens,
         "tableOpen": chart.table_open,
     }
 
 
 def _header(page: Page) -> str:
-    links = [("verdict", "Verdict"), *((each.id, each.title) for each in page.sections)]
-    items = "".join(f"<li><a href='#{name}'>{html.escape(title)}</a></li>" for name, title in links)
+    lead = f"<p class='lead'>{_sentence(page.verdict.lead)}</p>" if page.verdict.lead else ""
     return (
         "<a class='skip' href='#main'>Skip to the content</a>\n<header>"
         f"<div class='top'><h1>{html.escape(page.title)}</h1>"
         "<button type='button' id='theme' aria-pressed='false'>Dark</button></div>"
         f"<p class='about'>{html.escape(page.about)}</p>"
+        f"<p class='headline'>{_sentence(page.verdict.headline)}</p>{lead}"
         "<noscript><p class='note'>The charts and tables need JavaScript; the words do not.</p></noscript>"
-        f"<nav aria-label='Sections'><ol>{items}</ol></nav></header>"
+        "</header>"
     )
 
 
-def _verdict(parts: Mapping[str, Sequence[Sentence]]) -> str:
-    told = "".join(
-        f"<h3>{html.escape(title)}</h3><ul>"
-        + "".join(f"<li>{''.join(map(_part, sentence))}</li>" for sentence in sentences)
-        + "</ul>"
-        for title, sentences in parts.items()
-    )
-    heading = "<h2 id='verdict-title'>Verdict</h2>"
-    return f"<section id='verdict' aria-labelledby='verdict-title'>{heading}{told}</section>"
+def _card(card: Card) -> str:
+    words = "".join(f"<p>{_sentence(sentence)}</p>" for sentence in card.sentences)
+    table = ""
+    if card.rows:
+        head = "".join(f"<th scope='col'>{html.escape(title)}</th>" for title in card.head)
+        rows = "".join(
+            "<tr>"
+            + "".join(
+                f"<td data-title='{html.escape(title)}'><span>{_sentence(cell)}</span></td>"
+                for title, cell in zip(card.head, row, strict=True)
+            )
+            + "</tr>"
+            for row in card.rows
+        )
+        table = f"<table class='small'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    wide = " wide" if len(card.head) > 3 else ""
+    return f"<section class='card{wide}'><h2>{html.escape(card.title)}</h2>{table}{words}</section>"
+
+
+def _sentence(sentence: Sentence) -> str:
+    return "".join(map(_part, sentence))
 
 
 def _part(part: str | Listed) -> str:
     if isinstance(part, Listed):
-        return f"<ul>{''.join(f'<li>{html.escape(each)}</li>' for each in part)}</ul>" if part else ""
+        items = f"<ul>{''.join(f'<li>{html.escape(each)}</li>' for each in part)}</ul>"
+        return f"<details><summary>{len(part)} claims</summary>{items}</details>" if part else ""
     text = html.escape(part)
     if isinstance(part, Name):
         return f"<bdi class='name'>{text}</bdi>"
-    if isinstance(part, Edits):
-        return f"<bdi>{text}</bdi>"
+    if isinstance(part, Strong):
+        return f"<strong>{text}</strong>"
     return f"<code>{text}</code>" if isinstance(part, Code) else text
 
 
-def _section(section: Section) -> str:
+def _is_card(section: Section) -> bool:
+    """The chart of the variants stands among the cards, all other sections are folded below."""
+    return section.id == "runs" and section.chart is not None and section.chart.spec is not None
+
+
+def _section(section: Section, tag: str) -> str:
+    """As a card, or as details that are folded; heat maps are not."""
     name, chart = section.id, section.chart
     words = "".join(f"<p><bdi>{html.escape(text)}</bdi></p>" for text in section.words)
     thinned = f"<p class='note' data-thinned>{html.escape(section.thinned)}</p>" if section.thinned else ""
     pictures = (
         f"<div class='pictures' id='{name}-pictures'></div>" if "pictures" in (section.extra or {}) else ""
     )
+    heading = f"<h2 id='{name}-title'>{html.escape(section.title)}</h2>"
     inner = "" if chart is None else _figure(name, section.title, chart)
+    if tag == "section":
+        start = f"<section class='card wide' id='{name}' aria-labelledby='{name}-title'>{heading}"
+        return f"{start}{inner}{words}{thinned}</section>"
+    opened = " open" if name == "conditioning" else ""
     return (
-        f"<section id='{name}' aria-labelledby='{name}-title'>"
-        f"<h2 id='{name}-title'>{html.escape(section.title)}</h2>{words}{thinned}{pictures}{inner}</section>"
+        f"<details class='part' id='{name}'{opened}><summary>{heading}</summary>{words}{thinned}{pictures}"
+        f"{inner}</details>"
     )
 
 
 def _figure(name: str, title: str, chart: Chart) -> str:
-    menu = figure = spectrum = ""
-    if chart.choose:
-        menu = (
-            f"<label for='{name}-choose'>{html.escape(chart.choose_title)}</label> "
-            f"<select id='{name}-choose'></select>"
-        )
+    figure = spectrum = ""
     buttons = "".join(
         f"<button type='button' data-save='{kind}' aria-label='Save {html.escape(title)} as "
         f"{kind}'>{kind}</button>"
@@ -315,7 +342,7 @@ def _figure(name: str, title: str, chart: Chart) -> str:
     if chart.opens == "spectrum":
         spectrum = (
             f"<div class='spectrum' id='{name}-spectrum' aria-labelledby='{name}-spectrum-title'>"
-            f"<h3 id='{name}-spectrum-title'>Spectrum of a place</h3>"
+            f"<h3 id='{name}-spectrum-title'>Singular values of a place</h3>"
             f"<div class='tools'><label for='{name}-place'>place</label> <select id='{name}-place'></select>"
             "<span class='buttons'><button type='button' data-save='PNG' data-of='spectrum'>PNG</button>"
             "<button type='button' data-save='SVG' data-of='spectrum'>SVG</button>"
@@ -326,10 +353,10 @@ def _figure(name: str, title: str, chart: Chart) -> str:
         )
     opened = " open" if chart.table_open else ""
     return (
-        f"<div class='tools'>{menu}<span "
-        f"class='buttons'>{buttons}</span></div>{figure}{spectrum}<details{opened}><summary>Table, "
-        f"{len(chart.rows):,} rows</summary><div class='scroll' tabindex='0' role='region' "
-        f"aria-label='Table: {html.escape(title)}' id='{name}-table'></div></details>"
+        f"<div class='tools'><span class='buttons'>{buttons}</span></div>{figure}{spectrum}"
+        f"<details{opened}><summary>Table, {len(chart.rows):,} rows</summary><div class='scroll' "
+        f"tabindex='0' role='region' aria-label='Table: {html.escape(title)}' id='{name}-table'></div>"
+        "</details>"
     )
 
 
@@ -340,8 +367,8 @@ def _missing(missing: Sequence[Missing]) -> str:
         f"<li>{html.escape(each.title)}: <code>{html.escape(each.remedy)}</code></li>" for each in missing
     )
     return (
-        "<section id='missing' aria-labelledby='missing-title'><h2 id='missing-title'>Not in these "
-        f"records</h2><p>These sections are left out; what would add them:</p><ul>{items}</ul></section>"
+        "<details class='part' id='missing'><summary><h2>Not in these records</h2></summary>"
+        f"<p>What would add these sections:</p><ul>{items}</ul></details>"
     )
 
 

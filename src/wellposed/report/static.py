@@ -10,13 +10,13 @@ import numpy as np
 from PIL import Image
 
 from wellposed.report.charts import Budget, Section, colour_range, distinct
-from wellposed.report.heat_maps import sorted_positions
+from wellposed.report.heat_maps import MOST_PANELS, sorted_positions
 from wellposed.report.page import sections
 from wellposed.report.subjects import Material
 from wellposed.report.training import FEW
+from wellposed.stats import median
 
 DPI = 200
-MOST_PANELS = 12
 _WHOLE = Budget(points=10**9, curve=10**9)
 """A file for a paper holds every point."""
 
@@ -82,30 +82,34 @@ def _panels(figure: Any, names: Sequence[str], width: float, height: float) -> l
 
 def _heat(figure: Any, section: Section, x: str, value: str, label: str, colours: str) -> None:
     rows = _rows(section)
-    names = distinct(row["run"] for row in rows)[:MOST_PANELS]
+    names = distinct(row["variant"] for row in rows)[:MOST_PANELS]
     wide, tall = (len({row[key] for row in rows}) for key in (x, "block"))
     plots = _panels(figure, names, 1.6 + 0.34 * wide, 1.5 + 0.24 * tall)
     low, high = colour_range((row[value] for row in rows), "entropy" if value == "entropy" else "ln kappa")
     image = None
     for plot, name in zip(plots, names, strict=False):
-        own = [row for row in rows if row["run"] == name]
-        columns, blocks = distinct(row[x] for row in own), sorted({row["block"] for row in own})
+        own: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+        for row in rows:
+            if row["variant"] == name:
+                own.setdefault((row["block"], row[x]), []).append(row)
+        columns, blocks = distinct(column for _, column in own), sorted({block for block, _ in own})
         if x == "position":
             columns = sorted_positions(columns)
         if x == "head":
             columns = sorted(columns, key=lambda head: (not head.isdigit(), len(head), head))
         grid = np.full((len(blocks), len(columns)), np.nan)
-        for row in own:
-            grid[blocks.index(row["block"]), columns.index(row[x])] = row[value]
+        bounds = []
+        for (block, column), runs in own.items():
+            middle = median([row[value] for row in runs], [row.get("status") == "at least" for row in runs])
+            grid[place := (blocks.index(block), columns.index(column))] = middle.value
+            bounds += [place] if middle.at_least else []
         image = plot.imshow(grid, aspect="auto", cmap=colours, vmin=low, vmax=high)
         turned: dict[str, Any] = {"rotation": 40, "ha": "right"} if x == "position" else {}
         plot.set_xticks(range(len(columns)), columns, fontsize=8, **turned)
         plot.set_yticks(range(len(blocks)), blocks, fontsize=8)
         plot.set_ylabel("block")
-        for row in own:
-            if row.get("status") == "at least":
-                place = (columns.index(row[x]), blocks.index(row["block"]))
-                plot.text(*place, "≥", ha="center", va="center", fontsize=8, color="white")
+        for down, across in bounds:
+            plot.text(across, down, "≥", ha="center", va="center", fontsize=8, color="white")
     figure.colorbar(image, ax=plots, label=label)
 
 
@@ -131,9 +135,9 @@ def _draw_runs(figure: Any, section: Section) -> None:
 
 def _draw_bounds(figure: Any, section: Section) -> None:
     rows = [row for row in _rows(section) if row["bound"] is not None]
-    names = distinct(row["run"] for row in rows)[:MOST_PANELS]
+    names = distinct(row["variant"] for row in rows)[:MOST_PANELS]
     for plot, name in zip(_panels(figure, names, 4.2, 3.6), names, strict=False):
-        own = [row for row in rows if row["run"] == name]
+        own = [row for row in rows if row["variant"] == name]
         for measure in distinct(row["measure"] for row in own):
             of = [row for row in own if row["measure"] == measure]
             plot.scatter(

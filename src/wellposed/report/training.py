@@ -59,7 +59,7 @@ def training_section(material: Material, budget: Budget) -> Section | Missing:
     )
     if any(any(curve.bounds) for curve in curves):
         words += (
-            'Where the status of a kappa is "at least", the arithmetic cannot tell a larger one from it.',
+            'Where the status of a kappa is "at least", it exceeds float32 resolution and is a lower bound.',
         )
     chart = Chart(
         columns=columns(
