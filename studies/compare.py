@@ -57,12 +57,20 @@ def accuracy_claim(
         says, margin, paper, differs: as of :class:`wellposed.stats.Claim`.
         without: seeds that chose a setting, by the accuracy that would be compared.
     """
-    sides = [
-        {seed: value for seed, value in accuracies(records.of(label, data)).items() if seed not in without}
-        for label in (first, second)
-    ]
+    sides = [_unseen(accuracies(records.of(label, data)), without) for label in (first, second)]
     contrast = f"{first} - {second}, {data}, {ACCURACY}"
     return Claim(name, contrast, says, difference(*sides), margin, paper, differs)
+
+
+def _unseen(values: Mapping[int, float], without: Sequence[int]) -> dict[int, float]:
+    return {seed: value for seed, value in values.items() if seed not in without}
+
+
+def choosers(records: Records, data: str) -> tuple[int, ...]:
+    """Seeds whose trials on a set chose a setting: their results do not judge it, if there are others."""
+    seeds = {run.seed for run in records.runs if run.role == "trial" and run.data == data}
+    others = {run.seed for run in records.runs if run.role == "result" and run.data == data} - seeds
+    return tuple(sorted(seeds)) if others else ()
 
 
 def in_columns(found: Estimate | None, digits: int = 3) -> dict[str, Any]:
@@ -74,11 +82,19 @@ def in_columns(found: Estimate | None, digits: int = 3) -> dict[str, Any]:
 
 
 def accuracy_table(
-    records: Records, baseline: str | None = None, paper: Mapping[str, Any] | None = None
+    records: Records,
+    baseline: str | None = None,
+    paper: Mapping[str, Any] | None = None,
+    *,
+    unseen: bool = False,
 ) -> list[dict[str, Any]]:
-    """One row a data set and variant: mean, deviation, and the difference from the baseline."""
+    """One row a data set and variant: mean, deviation, and the difference from the baseline.
+
+    With ``unseen`` the seeds that chose a setting are in the mean and not in the difference.
+    """
     rows = []
     for data in records.datasets:
+        without = choosers(records, data) if unseen else ()
         for label in records.labels:
             runs = records.of(label, data)
             found = spread(accuracies(runs).values())
@@ -87,8 +103,8 @@ def accuracy_table(
             row |= {"n": found.n if found else 0, "accuracy": found and round(found.mean, 3)}
             row["deviation"] = None if found is None or found.deviation is None else round(found.deviation, 3)
             if baseline is not None:
-                change = difference(accuracies(runs), accuracies(records.of(baseline, data)))
-                row |= in_columns(None if label == baseline else change)
+                sides = (_unseen(accuracies(each), without) for each in (runs, records.of(baseline, data)))
+                row |= in_columns(None if label == baseline else difference(*sides))
             if paper is not None:
                 row["paper"] = paper.get(label)
             rows.append(row)

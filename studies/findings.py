@@ -2,6 +2,8 @@
 
     python -m studies.findings
 
+It writes the README of each study again, too, with those that were not run.
+
 A line names a claim by its study and contrast, so that a table can say nothing that no record says.
 """
 
@@ -9,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from studies.report import read_summary
-from studies.study import ROOT, Scale, folder_of
+from studies.report import read_summary, readme
+from studies.study import ROOT, Scale, folder_of, get, names
 from wellposed.files import write_text
 from wellposed.stats import Claim
 from wellposed.study_records import claim_from_dict
@@ -220,7 +222,7 @@ def rows(lines: Sequence[Line]) -> list[str]:
         claim, said = claim_of(line), line.study + line.says
         estimate = claim.estimate
         assert estimate is not None
-        numbers = str(estimate).split(", ")[0] if estimate.n == 1 else str(estimate).rsplit(", n = ")[0]
+        numbers = str(estimate).rsplit(", n = ")[0]
         paper = "" if claim.paper is None else f"{claim.paper:+g}"
         link = f"[{line.says}](../studies/{line.study.replace('-', '_')}/README.md)"
         cells = ["" if said == before else link, line.on, str(estimate.n), numbers, paper]
@@ -240,8 +242,16 @@ def with_tables(page: str) -> str:
     return page
 
 
+def pages() -> dict[Path, str]:
+    """The README of each study."""
+    folders = {name: ROOT / name.replace("-", "_") for name in names()}
+    return {folder / "README.md": readme(name, get(name), folder) for name, folder in folders.items()}
+
+
 def main(path: Path = PAGE) -> None:
     write_text(path, with_tables(path.read_text(encoding="utf-8")))
+    for file, text in pages().items():
+        write_text(file, text)
 
 
 if __name__ == "__main__":

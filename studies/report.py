@@ -31,10 +31,11 @@ def accuracy_report(
     paper: Mapping[str, float] | None = None,
     tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     notes: Sequence[str] = (),
+    unseen: bool = False,
 ) -> Report:
     """The report that most studies share: accuracy of each variant, next to the paper's, and every run."""
     made = {
-        "table": compare.accuracy_table(records, baseline, paper),
+        "table": compare.accuracy_table(records, baseline, paper, unseen=unseen),
         "grid": compare.grid_table(records),
         **(tables or {}),
     }
@@ -251,6 +252,16 @@ def readme(name: str, study: Study, folder: Path) -> str:
     lines = [f"# {study.title[0].upper()}{study.title[1:]}", "", f"*{study.paper}.* {study.claim}", ""]
     for file in sorted(folder.glob(f"*/{SUMMARY}"), reverse=True):
         lines += _scale_section(read_object(file), file.parent)
+    if not list(folder.glob(f"*/{SUMMARY}")):
+        seeds = f"{study.seeds[0]}-{study.seeds[-1]}"
+        lines += [
+            "## Not run yet",
+            "",
+            "```",
+            f"python -m studies {name} --data DATA --seeds {seeds}",
+            "```",
+            "",
+        ]
     notes = folder / "notes.md"
     if notes.is_file():
         lines += ["## What else was seen", "", notes.read_text(encoding="utf-8").strip(), ""]

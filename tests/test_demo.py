@@ -162,7 +162,7 @@ def test_several_seeds_have_an_interval() -> None:
     (worse,) = demo.findings([plain, row(demo.NO_FFN, {0: 0.80, 1: 0.83, 2: 0.83}, 2e4)], 400)
     assert "accuracy -10.0 points [-12.5, -7.5], kappa" in worse
     (alike,) = demo.findings([plain, row(demo.CB, {0: 0.91, 1: 0.92, 2: 0.92}, 2e4)], 400)
-    assert "points [-4.1, +3.5]; no difference, zero is inside, kappa" in alike
+    assert "points [-4.1, +3.5], undecided: zero is inside, kappa" in alike
     (grayed,) = demo.findings([plain, row(demo.GRAYED, {0: 0.91, 1: 0.92, 2: 0.92}, 2e4)], 400)
     assert "kappa into block 0 0.9 -> 0.9" in grayed
 

@@ -94,10 +94,10 @@ def rank_of_patches(records: Records, data: str) -> str:
     embedding, which is added after graying.
     """
     recipe = records.of(NONE, data)[0].recipe
-    size, patch = recipe["image_size"], recipe["patch_size"]
-    tokens, pixels = (size // patch) ** 2, 3 * patch**2
-    if pixels >= tokens:
+    size, patch = recipe.get("image_size"), recipe.get("patch_size")
+    if size is None or patch is None or 3 * patch**2 >= (size // patch) ** 2:
         return ""
+    tokens, pixels = (size // patch) ** 2, 3 * patch**2
     return f"patches of {pixels} values for {tokens} tokens: the smallest are the position embedding's"
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from studies import findings, runner
 from studies import report as reporting
-from studies import runner
 from studies.study import ROOT, Records, get
 from wellposed import study_records
 from wellposed.stats import judged
@@ -70,10 +70,10 @@ def test_the_records_are_those_that_were_measured() -> None:
     assert found
 
 
-def test_every_study_has_a_page_and_a_summary() -> None:
-    for file in ROOT.glob("*/study.py"):
-        assert (file.parent / "README.md").is_file()
-        assert list(file.parent.glob(f"*/{SUMMARY}"))
+def test_every_study_has_a_page_that_says_whether_it_was_run() -> None:
+    for file, text in findings.pages().items():
+        assert file.read_text() == text
+        assert ("## Not run yet" in text) != bool(list(file.parent.glob(f"*/{SUMMARY}")))
 
 
 def test_the_picture_of_all_effects_is_that_of_the_tables(tmp_path: Path) -> None:
@@ -82,3 +82,9 @@ def test_the_picture_of_all_effects_is_that_of_the_tables(tmp_path: Path) -> Non
     kept = ROOT.parent / "results" / "effects.csv"
     assert (tmp_path / "effects.csv").read_text() == kept.read_text()
     assert (tmp_path / "effects.png").stat().st_size > 10_000
+
+
+def test_the_findings_follow_the_records() -> None:
+    page = findings.PAGE.read_text()
+    assert findings.with_tables(page) == page
+    assert len(page.split()) <= 1500
