@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from wellposed.records import Record
+
 Cell = str | int | float | None
 
 
@@ -113,16 +115,32 @@ class Budget:
         return Budget(max(self.points // 2, 1), curve, heads, seeds)
 
 
-def columns(**titles: str) -> tuple[Column, ...]:
-    """From ``key="title"``; a title that starts with ``-`` is of a column that is not shown.
+def columns(text: str) -> tuple[Column, ...]:
+    """From ``"key=title; key"``; a title that starts with ``-`` is of a column that is not shown.
 
-    >>> [column.key for column in columns(block="block", kappa="kappa")]
-    ['block', 'kappa']
+    >>> [(column.key, column.title) for column in columns("block; low=lower quartile; image_kappa")]
+    [('block', 'block'), ('low', 'lower quartile'), ('image_kappa', 'image kappa')]
     """
-    return tuple(
-        Column(key=key, title=title.lstrip("-"), hidden=title.startswith("-"))
-        for key, title in titles.items()
-    )
+    pairs = [part.partition("=") for part in text.split("; ")]
+    told = [(key, title or key.replace("_", " ")) for key, _, title in pairs]
+    return tuple(Column(key=key, title=title.lstrip("-"), hidden=title[:1] == "-") for key, title in told)
+
+
+ALL = "all"
+"""What stands for the head of a record that is about all heads."""
+
+
+def cells(record: Record, names: str) -> tuple[Any, ...]:
+    """Fields of a record, without what JSON has not."""
+    return tuple(_cell(name, getattr(record, name)) for name in names.split())
+
+
+def _cell(name: str, value: Any) -> Any:
+    if name == "head":
+        return ALL if value is None else str(value)
+    if name == "images":
+        return value or None
+    return finite(value) if isinstance(value, float) else value
 
 
 LOG_AXIS: Mapping[str, Any] = {

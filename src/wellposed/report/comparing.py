@@ -247,7 +247,7 @@ def comparing_section(material: Material, budget: Budget) -> Section:
     rows = [_row(name, own, by_name.get(name)) for name, own in material.variants().items()]
     kept = [key for key in titles if key in ("name", "n") or any(row[key] not in (None, "") for row in rows)]
     chart = Chart(
-        columns=columns(**{key: titles[key] for key in kept}),
+        columns=columns("; ".join(f"{key}={titles[key]}" for key in kept)),
         rows=tuple(tuple(row[key] for key in kept) for row in rows),
         spec=_spec([row["name"] for row in rows], has_changes="difference" in kept)
         if "accuracy" in kept and len(rows) > 1

@@ -1,17 +1,18 @@
 """Heat maps: ln kappa of each block and position with its spectrum, and the entropy of each head."""
 
 import html
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from wellposed.records import Record
 from wellposed.report.charts import (
+    ALL,
     Budget,
     Chart,
     Missing,
     Section,
+    cells,
     colour_range,
     columns,
     distinct,
@@ -24,19 +25,8 @@ CONDITIONING = "Conditioning, block by block"
 MOST_PANELS = 12
 """Drawn before a button asks for all; in static figures, all that are drawn."""
 _STORED = columns(
-    run="run",
-    block="block",
-    module="module",
-    position="position",
-    kappa="kappa",
-    ln_kappa="ln kappa",
-    status="status",
-    low="lower quartile",
-    high="upper quartile",
-    images="images",
-    estimator="estimator",
-    variant="variant",
-    spectrum="-spectrum",
+    "run; block; module; position; kappa; ln_kappa; status; low=lower quartile; high=upper "
+    "quartile; images; estimator; variant; spectrum=-spectrum"
 )
 # Its digits would be a third of the page's data.
 _COLUMNS = tuple(replace(each, log_of="kappa") if each.key == "ln_kappa" else each for each in _STORED)
@@ -211,41 +201,17 @@ def _rows(subject: Subject, spectra: _Spectra) -> list[tuple[Any, ...]]:
 
 
 def _row(subject: Subject, record: Record, spectrum: int | None) -> tuple[Any, ...]:
-    assert record.value is not None
-    return (
-        subject.name,
-        record.block,
-        record.module,
-        record.position,
-        record.value,
-        math.log(record.value),
-        record.status,
-        finite(record.low),
-        finite(record.high),
-        record.images or None,
-        record.estimator,
-        subject.variant,
-        spectrum,
-    )
+    told = cells(record, "block module position value log status low high images estimator")
+    return subject.name, *told, subject.variant, spectrum
 
 
 DENSITY = "Density of attention"
-ALL = "all"
 NO_HEADS = "Single heads are left out to keep the page small; report fewer runs together to see them."
 
 
 def density_section(material: Material, budget: Budget) -> Section | Missing:
     rows: list[tuple[Any, ...]] = [
-        (
-            subject.name,
-            r.block,
-            ALL if r.head is None else str(r.head),
-            r.value,
-            finite(r.low),
-            finite(r.high),
-            r.images or None,
-            subject.variant,
-        )
+        (subject.name, *cells(r, "block head value low high images"), subject.variant)
         for subject in material.subjects
         for r in subject.select("entropy")
         if finite(r.value) is not None and r.block is not None and (budget.heads or r.head is None)
@@ -256,14 +222,7 @@ def density_section(material: Material, budget: Budget) -> Section | Missing:
     heads = sorted(distinct(row[2] for row in rows), key=lambda head: (head == ALL, len(head), head))
     chart = Chart(
         columns=columns(
-            run="run",
-            block="block",
-            head="head",
-            entropy="entropy",
-            low="lower quartile",
-            high="upper quartile",
-            images="images",
-            variant="variant",
+            "run; block; head; entropy; low=lower quartile; high=upper quartile; images; variant"
         ),
         rows=tuple(rows),
         spec=heat_map(

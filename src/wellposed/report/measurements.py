@@ -10,6 +10,7 @@ from wellposed.report.charts import (
     Chart,
     Missing,
     Section,
+    cells,
     columns,
     distinct,
     finite,
@@ -33,12 +34,7 @@ def bounds_section(material: Material, budget: Budget) -> Section | Missing:
     rows = tuple(
         (
             subject.name,
-            r.measure,
-            r.block,
-            "all" if r.head is None else str(r.head),
-            r.position,
-            r.value,
-            finite(r.bound),
+            *cells(r, "measure block head position value bound"),
             *(map(finite, r.margins) if r.margins else (None, None)),
             r.status,
             *_counts(r.verdicts),
@@ -72,22 +68,12 @@ def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
     drawn = [value for row in rows if row[6] is not None for value in (row[5], row[6])]
     # Room for the points at the edge.
     ends = [min(drawn) / 3, max(drawn) * 3] if drawn else [1, 10]
-    verdicts = {name.replace(" ", "_"): name for name in VERDICTS}
+    verdicts = "; ".join(f"{name.replace(' ', '_')}={name}" for name in VERDICTS)
     scale = {"type": "log", "nice": False, "domain": ends}
     return Chart(
         columns=columns(
-            run="run",
-            measure="measure",
-            block="block",
-            head="head",
-            position="position",
-            measured="measured",
-            bound="bound",
-            margin="bound / measured, median",
-            smallest="smallest",
-            status="status of measured",
-            **verdicts,
-            variant="variant",
+            f"run; measure; block; head; position; measured; bound; margin=bound / measured, median; "
+            f"smallest; status=status of measured; {verdicts}; variant"
         ),
         rows=rows,
         spec={
@@ -168,21 +154,12 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
     if not rows and (extremes := _extremes(material)):
         return _without_spectra(extremes)
     if not rows:
-        return Missing(
-            JACOBIAN,
-            "wellposed diagnose MODEL --images DIR --what jacobian --out DIR",
-        )
+        return Missing(JACOBIAN, "wellposed diagnose MODEL --images DIR --what jacobian --out DIR")
     lines = distinct(row[1] for row in rows)
     chart = Chart(
         columns=columns(
-            panel="sub-block",
-            line="line",
-            run="run",
-            eps="eps",
-            image="image",
-            curve="-curve",
-            share="share of the singular values",
-            value="singular value / largest",
+            "panel=sub-block; line; run; eps; image; curve=-curve; share=share of the singular "
+            "values; value=singular value / largest"
         ),
         rows=tuple(rows),
         spec={
@@ -231,7 +208,7 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
 def _extremes(material: Material) -> list[tuple[Any, ...]]:
     """Of Jacobians too large for a whole spectrum, of which the ends alone were computed."""
     return [
-        (subject.name, r.block, r.module, r.position, r.measure, finite(r.value), r.status, r.estimator)
+        (subject.name, *cells(r, "block module position measure value status estimator"))
         for subject in material.subjects
         for r in subject.records
         if r.measure.startswith("jacobian ")
@@ -240,16 +217,7 @@ def _extremes(material: Material) -> list[tuple[Any, ...]]:
 
 def _without_spectra(rows: list[tuple[Any, ...]]) -> Section:
     chart = Chart(
-        columns=columns(
-            run="run",
-            block="block",
-            module="module",
-            position="sub-block",
-            measure="measure",
-            value="value",
-            status="status",
-            estimator="estimator",
-        ),
+        columns=columns("run; block; module; position=sub-block; measure; value; status; estimator"),
         rows=tuple(rows),
         spec=None,
         describe="Extreme singular values of the Jacobians.",
@@ -278,19 +246,7 @@ _ELSEWHERE = (
 def rest_section(material: Material, budget: Budget) -> Section | None:
     """A table alone; None if there is nothing for it."""
     rows: list[tuple[Any, ...]] = [
-        (
-            subject.name,
-            r.measure,
-            r.block,
-            r.position,
-            finite(r.value),
-            r.status,
-            finite(r.low),
-            finite(r.high),
-            r.images or None,
-            r.estimator,
-            r.note,
-        )
+        (subject.name, *cells(r, "measure block position value status low high images estimator note"))
         for subject in material.subjects
         for r in subject.records
         if r.measure not in _ELSEWHERE
@@ -301,19 +257,7 @@ def rest_section(material: Material, budget: Budget) -> Section | None:
     if not rows:
         return None
     chart = Chart(
-        columns=columns(
-            run="run",
-            measure="measure",
-            block="block",
-            position="position",
-            value="value",
-            status="status",
-            low="low",
-            high="high",
-            images="images",
-            estimator="estimator",
-            note="note",
-        ),
+        columns=columns("run; measure; block; position; value; status; low; high; images; estimator; note"),
         rows=tuple(rows),
         spec=None,
         describe="Measurements that no chart shows.",
@@ -347,14 +291,8 @@ def graying_section(material: Material, budget: Budget) -> Section | Missing:
         pictures.append({"name": image.name, "steps": steps})
     chart = Chart(
         columns=columns(
-            image="image",
-            method="method",
-            eps="eps",
-            before="kappa before",
-            before_status="status before",
-            after="kappa after",
-            after_status="status after",
-            change="largest change of a pixel",
+            "image; method; eps; before=kappa before; before_status=status before; after=kappa after; "
+            "after_status=status after; change=largest change of a pixel"
         ),
         rows=tuple(rows),
         spec=None,
@@ -423,7 +361,7 @@ def provenance_section(material: Material, budget: Budget) -> Section:
             (_names([each.name for each in subjects if note in each.notes], len(subjects)), "note", note)
         )
     chart = Chart(
-        columns=columns(run="run", field="field", value="value"),
+        columns=columns("run; field; value"),
         rows=tuple(rows),
         spec=None,
         describe="What each run and diagnosis was made with.",

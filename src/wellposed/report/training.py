@@ -62,16 +62,7 @@ def training_section(material: Material, budget: Budget) -> Section | Missing:
             'Where the status of a kappa is "at least", it exceeds float32 resolution and is a lower bound.',
         )
     chart = Chart(
-        columns=columns(
-            group="variant",
-            run="run",
-            panel="-panel",
-            number="number",
-            epoch="epoch",
-            update="update",
-            value="value",
-            status="status",
-        ),
+        columns=columns("group=variant; run; panel=-panel; number; epoch; update; value; status"),
         rows=tuple(rows),
         spec=_spec(panels, _time(rows, has_epochs), distinct(row[0] for row in rows), longest <= FEW),
         describe="Line charts one below the other with a common time axis: "
