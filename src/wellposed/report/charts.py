@@ -152,6 +152,36 @@ LOG_AXIS: Mapping[str, Any] = {
 """Of condition numbers and singular values: 200, 5e6, 1e-3."""
 
 
+Spec = dict[str, Any]
+"""A part of a chart, as Vega-Lite has it."""
+
+
+def channel(field: str, title: str | None, kind: str = "quantitative", **more: Any) -> Spec:
+    """A field on an axis, or as colour."""
+    return {"field": field, "type": kind, "title": title, **more}
+
+
+def nominal(field: str, **more: Any) -> Spec:
+    """A name, whose axis or legend needs no title."""
+    return channel(field, None, "nominal", **more)
+
+
+def tips(*names: str) -> list[Spec]:
+    """What a tooltip shows."""
+    return [{"field": name} for name in names]
+
+
+def layer(mark: str, encoding: Spec, where: Any = None, **style: Any) -> Spec:
+    """A mark, of the rows ``where`` a filter holds."""
+    chosen = {"transform": [{"filter": where}]} if where is not None else {}
+    return {**chosen, "mark": {"type": mark, **style}, "encoding": encoding}
+
+
+def known(field: str) -> Spec:
+    """A filter: the rows that have the field."""
+    return {"field": field, "valid": True}
+
+
 def finite(value: object) -> float | int | None:
     """A number that JSON has; None for NaN, infinity and what is no number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -11,7 +11,19 @@ from typing import Any, NamedTuple
 
 from wellposed.calls import with_edits
 from wellposed.records import Record, short
-from wellposed.report.charts import Budget, Chart, Section, columns, finite
+from wellposed.report.charts import (
+    Budget,
+    Chart,
+    Section,
+    Spec,
+    channel,
+    columns,
+    finite,
+    known,
+    layer,
+    nominal,
+    tips,
+)
 from wellposed.report.heat_maps import sorted_positions
 from wellposed.report.subjects import COLLAPSED, SEED_FIELDS, Material, Subject, mark
 from wellposed.stats import Estimate, Median, median, paired, paired_median, spread, unpaired
@@ -69,6 +81,12 @@ class Worst(NamedTuple):
     places: list[Place]
     bounds: int
     of: int
+
+    def where(self, noun: str) -> str:
+        """In words; ``noun`` is what one of several places is called."""
+        if len(self.places) > 1:
+            return f"one of {len(self.places)}{noun}, which are bounds"
+        return f"block {self.places[0][0]}, {self.places[0][1]}"
 
 
 def worst(subjects: Sequence[Subject]) -> Worst | None:
@@ -245,10 +263,10 @@ def comparing_section(material: Material, budget: Budget) -> Section:
     titles |= {"state": "state", "edits": "edits"}
     by_name = {change.name: change for change in changes(material)}
     rows = [_row(name, own, by_name.get(name)) for name, own in material.variants().items()]
-    kept = [key for key in titles if key in ("name", "n") or any(row[key] not in (None, "") for row in rows)]
+    kept = [key for key in titles if any(row.get(key) not in (None, "") for row in rows)]
     chart = Chart(
         columns=columns("; ".join(f"{key}={titles[key]}" for key in kept)),
-        rows=tuple(tuple(row[key] for key in kept) for row in rows),
+        rows=tuple(tuple(row.get(key) for key in kept) for row in rows),
         spec=_spec([row["name"] for row in rows], has_changes="difference" in kept)
         if "accuracy" in kept and len(rows) > 1
         else None,
@@ -288,24 +306,15 @@ def _row(name: str, subjects: Sequence[Subject], change: Change | None) -> dict[
         found = spread(map(measure, subjects))
         cells[key] = None if found is None else found.mean
         cells[f"{key}_deviation"] = None if found is None else found.deviation
-    known = [value for each in subjects if (value := accuracy(each)) is not None]
-    several = len(known) > 1
-    cells |= {"lowest": min(known) if several else None, "highest": max(known) if several else None}
+    values = [value for each in subjects if (value := accuracy(each)) is not None]
+    cells |= {"lowest": min(values), "highest": max(values)} if len(values) > 1 else {}
     gain = change.accuracy if change else None
-    cells |= {
-        "difference": gain.mean if gain else None,
-        "low": finite(gain.low) if gain else None,
-        "high": finite(gain.high) if gain else None,
-        "verdict": direction(gain) if gain else "",
-        "baseline": change.baseline if change and gain else "",
-    }
-    bad = worst(subjects)
-    one = f"block {bad.places[0][0]}, {bad.places[0][1]}" if bad else ""
-    cells |= {
-        "ln_kappa": bad.kappa.value if bad else None,
-        "bound": "lower bound" if bad and bad.kappa.at_least else "",
-        "place": f"one of {len(bad.places)}, which are bounds" if bad and len(bad.places) > 1 else one,
-    }
+    if change and gain:
+        cells |= {"difference": gain.mean, "low": finite(gain.low), "high": finite(gain.high)}
+        cells |= {"verdict": direction(gain), "baseline": change.baseline}
+    if bad := worst(subjects):
+        cells |= {"ln_kappa": bad.kappa.value, "bound": "lower bound" if bad.kappa.at_least else ""}
+        cells["place"] = bad.where("")
     collapsed = sum(mark(subject.summary) == COLLAPSED for subject in subjects)
     ended = f"{collapsed} of {len(subjects)} {COLLAPSED}" if collapsed else ""
     return cells | {
@@ -316,58 +325,37 @@ def _row(name: str, subjects: Sequence[Subject], change: Change | None) -> dict[
 
 def _spec(names: Sequence[str], *, has_changes: bool) -> dict[str, Any]:
     """Accuracy; next to it (below it on a phone), the differences."""
-    y = {"field": "name", "type": "nominal", "title": None, "sort": list(names)}
-    tooltip = [{"field": key} for key in ("name", "n", "accuracy", "accuracy_deviation")]
-    value: dict[str, Any] = {"type": "quantitative", "title": "test accuracy, %"}
-    value |= {"scale": {"zero": False, "padding": 10}, "axis": {"tickCount": 5}}
-    left = {
+    whole = {
         "height": {"step": 30},
-        "transform": [{"filter": {"field": "accuracy", "valid": True}}],
-        "encoding": {"y": y},
+        "transform": [{"filter": known("accuracy")}],
+        "encoding": {"y": nominal("name", sort=list(names))},
+    }
+    point = {"filled": True, "size": 80, "opacity": 1}
+    ticks: Spec = {"axis": {"tickCount": 5}}
+    x = channel("accuracy", "test accuracy, %", scale={"zero": False, "padding": 10}, **ticks)
+    told = tips("name", "n", "accuracy", "accuracy_deviation")
+    ends = {"x": {**x, "field": "lowest"}, "x2": {"field": "highest"}}
+    left = whole | {
         "layer": [
-            {
-                "mark": {"type": "rule", "strokeWidth": 2, "style": "mean"},
-                "encoding": {"x": {"field": "lowest", **value}, "x2": {"field": "highest"}},
-            },
-            {
-                "mark": {"type": "point", "filled": True, "size": 80, "opacity": 1, "style": "mean"},
-                "encoding": {"x": {"field": "accuracy", **value}, "tooltip": tooltip},
-            },
-        ],
+            layer("rule", ends, strokeWidth=2, style="mean"),
+            layer("point", {"x": x, "tooltip": told}, **point, style="mean"),
+        ]
     }
     if not has_changes:
         return left
-    points: dict[str, Any] = {"type": "quantitative", "title": "difference, points (95% interval)"}
-    points |= {"scale": {"padding": 10}, "axis": {"tickCount": 5}}
-    known = ["lower", "undecided", "higher"]
-    verdict = {"field": "verdict", "type": "nominal", "title": None, "sort": known}
-    colour = {**verdict, "scale": {"domain": known, "range": "verdict"}, "legend": {"symbolType": "circle"}}
-    shape = {**verdict, "scale": {"domain": known, "range": ["triangle-left", "circle", "triangle-right"]}}
-    told = [{"field": key} for key in ("name", "difference", "low", "high", "verdict", "baseline")]
-    right = {
-        "height": {"step": 30},
-        "transform": [{"filter": {"field": "accuracy", "valid": True}}],
-        "encoding": {"y": y},
+    x = channel("difference", "difference, points (95% interval)", scale={"padding": 10}, **ticks)
+    words, shapes = ["lower", "undecided", "higher"], ["triangle-left", "circle", "triangle-right"]
+    colour = {"scale": {"domain": words, "range": "verdict"}, "legend": {"symbolType": "circle"}}
+    drawn = {"color": nominal("verdict", sort=words, **colour)}
+    shape = nominal("verdict", sort=words, scale={"domain": words, "range": shapes}, legend=None)
+    told = tips("name", "difference", "low", "high", "verdict", "baseline")
+    zero = {"x": {"datum": 0, **{key: x[key] for key in ("type", "title", "scale", "axis")}}, "y": None}
+    interval = {"x": {**x, "field": "low"}, "x2": {"field": "high"}, **drawn}
+    right = whole | {
         "layer": [
-            {
-                "mark": {"type": "rule", "style": "zero", "strokeDash": [3, 3], "tooltip": None},
-                "encoding": {"x": {"datum": 0, **points}, "y": None},
-            },
-            {
-                "transform": [{"filter": {"field": "low", "valid": True}}],
-                "mark": {"type": "rule", "strokeWidth": 2},
-                "encoding": {"x": {"field": "low", **points}, "x2": {"field": "high"}, "color": colour},
-            },
-            {
-                "transform": [{"filter": {"field": "difference", "valid": True}}],
-                "mark": {"type": "point", "filled": True, "size": 80, "opacity": 1},
-                "encoding": {
-                    "x": {"field": "difference", **points},
-                    "color": colour,
-                    "shape": {**shape, "legend": None},
-                    "tooltip": told,
-                },
-            },
-        ],
+            layer("rule", zero, style="zero", strokeDash=[3, 3], tooltip=None),
+            layer("rule", interval, known("low"), strokeWidth=2),
+            layer("point", {"x": x, "shape": shape, "tooltip": told, **drawn}, known("difference"), **point),
+        ]
     }
     return {"hconcat": [left, right], "spacing": 24}

@@ -13,11 +13,14 @@ from wellposed.report.charts import (
     Missing,
     Section,
     cells,
+    channel,
     colour_range,
     columns,
     distinct,
     finite,
+    layer,
     picked,
+    tips,
 )
 from wellposed.report.subjects import Material, Subject
 
@@ -107,59 +110,22 @@ def heat_map(
     scale: dict[str, Any] = {"domain": [low, high if high > low else low + 1]}
     if ramp:
         scale["range"] = "ramp"
-    layers: list[dict[str, Any]] = [
-        {
-            "mark": {"type": "rect", "cursor": "pointer"},
-            "encoding": {
-                "color": {
-                    "field": field,
-                    "type": "quantitative",
-                    "title": title,
-                    "scale": scale,
-                    "legend": {"orient": "top", "gradientLength": 180},
-                },
-                "tooltip": [{"field": name} for name in tooltips],
-            },
-        }
-    ]
+    legend = {"orient": "top", "gradientLength": 180}
+    coloured = {"color": channel(field, title, scale=scale, legend=legend), "tooltip": tips(*tooltips)}
+    layers = [layer("rect", coloured, cursor="pointer")]
     if mark_bounds:
-        layers.append(
-            {
-                "transform": [{"filter": {"field": "status", "oneOf": ["at least", "at most"]}}],
-                "mark": {"type": "text", "text": "≥", "fontSize": 13, "fontWeight": "bold", "tooltip": None},
-                "encoding": {
-                    "fill": {
-                        "field": field,
-                        "type": "quantitative",
-                        "scale": {"type": "threshold", "domain": [(low + high) / 2], "range": "bound"},
-                        "legend": None,
-                    }
-                },
-            }
-        )
-        layers.append(
-            {
-                "transform": [{"filter": "datum.block + '|' + datum.position === picked"}],
-                "mark": {
-                    "type": "rect",
-                    "filled": False,
-                    "strokeWidth": 3,
-                    "tooltip": None,
-                    "style": "picked",
-                },
-            }
-        )
+        middle = {"type": "threshold", "domain": [(low + high) / 2], "range": "bound"}
+        bound = {"field": "status", "oneOf": ["at least", "at most"]}
+        text = {"text": "≥", "fontSize": 13, "fontWeight": "bold", "tooltip": None}
+        layers.append(layer("text", {"fill": channel(field, None, scale=middle, legend=None)}, bound, **text))
+        here = "datum.block + '|' + datum.position === picked"
+        layers.append(layer("rect", {}, here, filled=False, strokeWidth=3, tooltip=None, style="picked"))
+    axis = {"labelAngle": -35 if any(len(str(v)) > 4 for v in x[2]) else 0, "labelLimit": 160}
     return {
         "height": {"step": 20},
         "encoding": {
-            "x": {
-                "field": x[0],
-                "type": "ordinal",
-                "title": x[1],
-                "sort": list(x[2]),
-                "axis": {"labelAngle": -35 if any(len(str(v)) > 4 for v in x[2]) else 0, "labelLimit": 160},
-            },
-            "y": {"field": y[0], "type": "ordinal", "title": y[1], "axis": {"labelOverlap": True}},
+            "x": channel(x[0], x[1], "ordinal", sort=list(x[2]), axis=axis),
+            "y": channel(y[0], y[1], "ordinal", axis={"labelOverlap": True}),
         },
         "layer": layers,
     }

@@ -10,11 +10,17 @@ from wellposed.report.charts import (
     Chart,
     Missing,
     Section,
+    Spec,
     cells,
+    channel,
     columns,
     distinct,
     finite,
+    known,
+    layer,
+    nominal,
     picked,
+    tips,
 )
 from wellposed.report.heat_maps import MOST_PANELS, NO_HEADS
 from wellposed.report.subjects import Material, isolated
@@ -69,7 +75,15 @@ def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
     # Room for the points at the edge.
     ends = [min(drawn) / 3, max(drawn) * 3] if drawn else [1, 10]
     verdicts = "; ".join(f"{name.replace(' ', '_')}={name}" for name in VERDICTS)
-    scale = {"type": "log", "nice": False, "domain": ends}
+    log: Spec = {"scale": {"type": "log", "nice": False, "domain": ends}, "axis": dict(LOG_AXIS)}
+    diagonal = {"x": channel("end", "measured kappa", **log), "y": channel("end", "bound", **log)}
+    points = {
+        "x": channel("measured", "measured kappa", **log),
+        "y": channel("bound", "bound", **log),
+        "color": nominal("measure"),
+        "shape": nominal("measure"),
+        "tooltip": tips("measure", "block", "head", "measured", "bound", "margin", "status"),
+    }
     return Chart(
         columns=columns(
             f"run; measure; block; head; position; measured; bound; margin=bound / measured, median; "
@@ -79,40 +93,9 @@ def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
         spec={
             "height": 240,
             "layer": [
-                {
-                    "data": {"values": [{"end": ends[0]}, {"end": ends[1]}]},
-                    "mark": {"type": "line", "strokeDash": [4, 4], "color": "#888888", "tooltip": None},
-                    "encoding": {
-                        "x": {"field": "end", "type": "quantitative"},
-                        "y": {"field": "end", "type": "quantitative"},
-                    },
-                },
-                {
-                    "transform": [{"filter": {"field": "bound", "valid": True}}],
-                    "mark": {"type": "point", "filled": True, "opacity": 0.75, "size": 45},
-                    "encoding": {
-                        "x": {
-                            "field": "measured",
-                            "type": "quantitative",
-                            "scale": scale,
-                            "title": "measured kappa",
-                            "axis": dict(LOG_AXIS),
-                        },
-                        "y": {
-                            "field": "bound",
-                            "type": "quantitative",
-                            "scale": scale,
-                            "title": "bound",
-                            "axis": dict(LOG_AXIS),
-                        },
-                        "color": {"field": "measure", "type": "nominal", "title": None},
-                        "shape": {"field": "measure", "type": "nominal", "title": None},
-                        "tooltip": [
-                            {"field": name}
-                            for name in ("measure", "block", "head", "measured", "bound", "margin", "status")
-                        ],
-                    },
-                },
+                {"data": {"values": [{"end": ends[0]}, {"end": ends[1]}]}}
+                | layer("line", diagonal, strokeDash=[4, 4], color="#888888", tooltip=None),
+                layer("point", points, known("bound"), filled=True, opacity=0.75, size=45),
             ],
         },
         describe="Scatter plot on logarithmic axes: measured kappa to the right, its bound upwards, and the "
@@ -139,23 +122,15 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
             longest = max(longest, len(curve.values))
             for place, value in picked(curve.values, budget.curve):
                 share = place / (curve.points - 1) if curve.points > 1 else 0.0
-                rows.append(
-                    (
-                        curve.panel,
-                        curve.line or subject.name,
-                        subject.name,
-                        curve.eps,
-                        curve.image,
-                        number,
-                        share,
-                        value,
-                    )
-                )
+                line = (curve.panel, curve.line or subject.name, subject.name, curve.eps, curve.image)
+                rows.append((*line, number, share, value))
     if not rows and (extremes := _extremes(material)):
         return _without_spectra(extremes)
     if not rows:
         return Missing(JACOBIAN, "wellposed diagnose MODEL --images DIR --what jacobian --out DIR")
     lines = distinct(row[1] for row in rows)
+    across = "share of the singular values, the largest first"
+    scale = {"type": "log", "domain": [1e-8, 1], "clamp": True}
     chart = Chart(
         columns=columns(
             "panel=sub-block; line; run; eps; image; curve=-curve; share=share of the singular "
@@ -167,24 +142,12 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
             "transform": [{"filter": {"field": "value", "gt": 0}}],
             "mark": {"type": "line", "opacity": 0.85, "strokeWidth": 1.8},
             "encoding": {
-                "x": {
-                    "field": "share",
-                    "type": "quantitative",
-                    "title": "share of the singular values, the largest first",
-                    "scale": {"domain": [0, 1]},
-                    "axis": {"format": ".0%"},
-                },
-                "y": {
-                    "field": "value",
-                    "type": "quantitative",
-                    "title": "singular value / largest",
-                    "scale": {"type": "log", "domain": [1e-8, 1], "clamp": True},
-                    "axis": dict(LOG_AXIS),
-                },
-                "color": {"field": "line", "type": "nominal", "title": None, "sort": lines},
-                "strokeDash": {"field": "line", "type": "nominal", "title": None, "sort": lines},
-                "detail": [{"field": "run"}, {"field": "curve"}],
-                "tooltip": [{"field": name} for name in ("line", "run", "eps", "image")],
+                "x": channel("share", across, scale={"domain": [0, 1]}, axis={"format": ".0%"}),
+                "y": channel("value", "singular value / largest", scale=scale, axis=dict(LOG_AXIS)),
+                "color": nominal("line", sort=lines),
+                "strokeDash": nominal("line", sort=lines),
+                "detail": tips("run", "curve"),
+                "tooltip": tips("line", "run", "eps", "image"),
             },
         },
         describe="Singular values of a sub-block's Jacobian over the largest, falling from left to right on "
@@ -197,11 +160,8 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
         "conditioned. A pre-norm branch without its skip has singular values of zero, because LayerNorm "
         "forgets the mean and the length of a token; values below 1e-8 are drawn at 1e-8.",
     )
-    thinned = (
-        f"Of each spectrum (up to {longest} values) {budget.curve} are kept."
-        if longest > budget.curve
-        else ""
-    )
+    kept = f"Of each spectrum (up to {longest} values) {budget.curve} are kept."
+    thinned = kept if longest > budget.curve else ""
     return Section(id="jacobian", title=JACOBIAN, words=words, chart=chart, thinned=thinned)
 
 

@@ -10,7 +10,7 @@ import html
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -44,39 +44,31 @@ Made = Section | Missing | None
 Part = Callable[[Material, Budget], Made]
 
 
-_OF_EACH_RUN: tuple[Part, ...] = (
+_PARTS: tuple[Part, ...] = (
+    comparing_section,
     conditioning_section,
     density_section,
     attention_section,
     bounds_section,
     jacobian_section,
     training_section,
+    graying_section,
     rest_section,
+    provenance_section,
 )
+_OF_ALL_RUNS = (comparing_section, graying_section, provenance_section)
 
 
 def sections(material: Material, budget: Budget) -> tuple[list[Section], list[Missing]]:
     """What the records give, in the order of the page, and what they do not."""
-    parts: tuple[Part, ...] = (
-        comparing_section,
-        conditioning_section,
-        density_section,
-        attention_section,
-        bounds_section,
-        jacobian_section,
-        training_section,
-        graying_section,
-        rest_section,
-        provenance_section,
-    )
-    made = [_made(part, material, budget) for part in parts]
+    made = [_made(part, material, budget) for part in _PARTS]
     found = [each for each in made if isinstance(each, Section)]
     return found, [each for each in made if isinstance(each, Missing)]
 
 
 def _made(part: Part, material: Material, budget: Budget) -> Made:
     """A section; one that has rows for each run is of one run a variant, where the budget asks for it."""
-    shown = material if budget.seeds or part not in _OF_EACH_RUN else material.one_of_each()
+    shown = material if budget.seeds or part in _OF_ALL_RUNS else material.one_of_each()
     made = part(shown, budget)
     if isinstance(made, Section) and len(shown.subjects) < len(material.subjects):
         return replace(made, thinned=f"{made.thinned} {ONE_OF_EACH}".strip())
@@ -91,10 +83,10 @@ def report_page(material: Material, *, title: str = "wellposed report", limit: i
         title: of the page.
         limit: bytes.
     """
-    budget, size = Budget(), 0
+    budget, size, top = Budget(), 0, verdict(material)
     while True:
         found, missing = sections(material, budget)
-        text = render(Page(title, _about(material), verdict(material), found, missing))
+        text = render(title, _about(material), top, found, missing)
         size, before = len(text.encode()), budget
         if size <= limit:
             return text
@@ -135,43 +127,26 @@ LICENCES = ("LICENSE-vega.txt", "LICENSE-vega-lite.txt", "LICENSE-vega-interpret
 _DATA = "report-data"
 
 
-@dataclass(frozen=True)
-class Page:
-    """What is to be shown.
-
-    Args:
-        title: of the page.
-        about: a line below it.
-        verdict: its top.
-        sections: in their order.
-        missing: sections whose records are not there.
-    """
-
-    title: str
-    about: str
-    verdict: Verdict
-    sections: Sequence[Section]
-    missing: Sequence[Missing]
-
-
-def render(page: Page) -> str:
+def render(
+    title: str, about: str, top: Verdict, sections: Sequence[Section], missing: Sequence[Missing]
+) -> str:
     """The whole page."""
     scripts = [_asset(name) for name in (*LIBRARIES, "page.js")]
-    chart = [each for each in page.sections if _is_card(each)]
-    worst, rest = page.verdict.cards[:1], page.verdict.cards[1:]
+    # The chart of the variants stands among the cards, all other sections are folded below.
+    chart = [each for each in sections if each.id == "runs" and each.chart and each.chart.spec]
+    cards = [*map(_card, top.cards)]
+    cards[1:1] = [_section(section, "section") for section in chart]
     body = "\n".join(
         [
-            _header(page),
+            _header(title, about, top),
             "<main id='main'><div class='cards'>",
-            *map(_card, worst if chart else page.verdict.cards),
-            *(_section(section, "section") for section in chart),
-            *map(_card, rest if chart else ()),
+            *cards,
             "</div>",
-            *(_section(section, "details") for section in page.sections if section not in chart),
-            _missing(page.missing),
+            *(_section(section, "details") for section in sections if section not in chart),
+            _missing(missing),
             "</main>",
             _footer(),
-            f"<script type='application/json' id='{_DATA}'>{_json(_data(page.sections))}</script>",
+            f"<script type='application/json' id='{_DATA}'>{_json(_data(sections))}</script>",
             *(f"<script>{script}</script>" for script in scripts),
         ]
     )
@@ -180,7 +155,7 @@ def render(page: Page) -> str:
         f"<meta http-equiv='Content-Security-Policy' content=\"{_policy(scripts)}\">\n"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>\n"
         "<meta name='referrer' content='no-referrer'>\n"
-        f"<title>{html.escape(page.title)}</title>\n<style>{_asset('page.css')}</style>\n</head>\n"
+        f"<title>{html.escape(title)}</title>\n<style>{_asset('page.css')}</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
 
@@ -254,14 +229,14 @@ def _chart_data(chart: Chart) -> dict[str, Any]:
     }
 
 
-def _header(page: Page) -> str:
-    lead = f"<p class='lead'>{_sentence(page.verdict.lead)}</p>" if page.verdict.lead else ""
+def _header(title: str, about: str, top: Verdict) -> str:
+    lead = f"<p class='lead'>{_sentence(top.lead)}</p>" if top.lead else ""
     return (
         "<a class='skip' href='#main'>Skip to the content</a>\n<header>"
-        f"<div class='top'><h1>{html.escape(page.title)}</h1>"
+        f"<div class='top'><h1>{html.escape(title)}</h1>"
         "<button type='button' id='theme' aria-pressed='false'>Dark</button></div>"
-        f"<p class='about'>{html.escape(page.about)}</p>"
-        f"<p class='headline'>{_sentence(page.verdict.headline)}</p>{lead}"
+        f"<p class='about'>{html.escape(about)}</p>"
+        f"<p class='headline'>{_sentence(top.headline)}</p>{lead}"
         "<noscript><p class='note'>The charts and tables need JavaScript; the words do not.</p></noscript>"
         "</header>"
     )
@@ -271,16 +246,10 @@ def _card(card: Card) -> str:
     words = "".join(f"<p>{_sentence(sentence)}</p>" for sentence in card.sentences)
     table = ""
     if card.rows:
-        head = "".join(f"<th scope='col'>{html.escape(title)}</th>" for title in card.head)
-        rows = "".join(
-            "<tr>"
-            + "".join(
-                f"<td data-title='{html.escape(title)}'><span>{_sentence(cell)}</span></td>"
-                for title, cell in zip(card.head, row, strict=True)
-            )
-            + "</tr>"
-            for row in card.rows
-        )
+        titles = [*map(html.escape, card.head)]
+        head = "".join(f"<th scope='col'>{title}</th>" for title in titles)
+        cell = "<td data-title='{}'><span>{}</span></td>".format
+        rows = "".join(f"<tr>{''.join(map(cell, titles, map(_sentence, row)))}</tr>" for row in card.rows)
         table = f"<table class='small'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     wide = " wide" if len(card.head) > 3 else ""
     return f"<section class='card{wide}'><h2>{html.escape(card.title)}</h2>{table}{words}</section>"
@@ -300,11 +269,6 @@ def _part(part: str | Listed) -> str:
     if isinstance(part, Strong):
         return f"<strong>{text}</strong>"
     return f"<code>{text}</code>" if isinstance(part, Code) else text
-
-
-def _is_card(section: Section) -> bool:
-    """The chart of the variants stands among the cards, all other sections are folded below."""
-    return section.id == "runs" and section.chart is not None and section.chart.spec is not None
 
 
 def _section(section: Section, tag: str) -> str:
@@ -329,11 +293,7 @@ def _section(section: Section, tag: str) -> str:
 
 def _figure(name: str, title: str, chart: Chart) -> str:
     figure = spectrum = ""
-    buttons = "".join(
-        f"<button type='button' data-save='{kind}' aria-label='Save {html.escape(title)} as "
-        f"{kind}'>{kind}</button>"
-        for kind in (["PNG", "SVG"] if chart.spec is not None else []) + ["CSV"]
-    )
+    buttons = _buttons(f"Save {title} as", "" if chart.spec else "CSV")
     if chart.spec is not None:
         label = html.escape(chart.describe)
         figure = (
@@ -344,20 +304,24 @@ def _figure(name: str, title: str, chart: Chart) -> str:
             f"<div class='spectrum' id='{name}-spectrum' aria-labelledby='{name}-spectrum-title'>"
             f"<h3 id='{name}-spectrum-title'>Singular values of a place</h3>"
             f"<div class='tools'><label for='{name}-place'>place</label> <select id='{name}-place'></select>"
-            "<span class='buttons'><button type='button' data-save='PNG' data-of='spectrum'>PNG</button>"
-            "<button type='button' data-save='SVG' data-of='spectrum'>SVG</button>"
-            "<button type='button' data-save='CSV' data-of='spectrum'>CSV</button></span></div>"
+            f"{_buttons('Save spectrum as', attributes=' data-of=spectrum')}</div>"
             f"<p class='said' id='{name}-said' aria-live='polite'></p>"
             f"<div class='chart' id='{name}-spectrum-chart' role='img' aria-label='Singular values over the "
             "largest, in falling order, of the place that the menu names.'></div></div>"
         )
     opened = " open" if chart.table_open else ""
     return (
-        f"<div class='tools'><span class='buttons'>{buttons}</span></div>{figure}{spectrum}"
+        f"<div class='tools'>{buttons}</div>{figure}{spectrum}"
         f"<details{opened}><summary>Table, {len(chart.rows):,} rows</summary><div class='scroll' "
         f"tabindex='0' role='region' aria-label='Table: {html.escape(title)}' id='{name}-table'></div>"
         "</details>"
     )
+
+
+def _buttons(label: str, kinds: str = "", attributes: str = "") -> str:
+    button = "<button type='button' data-save='{0}' aria-label='{1} {0}'{2}>{0}</button>".format
+    made = (button(kind, html.escape(label), attributes) for kind in (kinds or "PNG SVG CSV").split())
+    return f"<span class='buttons'>{''.join(made)}</span>"
 
 
 def _missing(missing: Sequence[Missing]) -> str:

@@ -4,7 +4,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from wellposed.records import AT_LEAST
-from wellposed.report.charts import LOG_AXIS, Budget, Chart, Missing, Section, columns, distinct, finite, thin
+from wellposed.report.charts import (
+    LOG_AXIS,
+    Budget,
+    Chart,
+    Missing,
+    Section,
+    channel,
+    columns,
+    distinct,
+    finite,
+    nominal,
+    thin,
+    tips,
+)
 from wellposed.report.subjects import Material, Subject
 
 TITLE = "Training"
@@ -130,21 +143,20 @@ def _panel(panel: str, time: Time, groups: list[str], is_last: bool, is_short: b
     elif panel == "accuracy":
         axis |= {"format": ".0%"}
     encoding: dict[str, Any] = {
-        "x": {
-            "field": time.field,
-            "type": "quantitative",
-            "title": time.field if is_last else None,
-            "scale": {"domain": [time.first, time.last], "nice": False},
-            "axis": {"labels": is_last, "ticks": is_last, "tickCount": 10, "labelOverlap": True},
-        },
-        "y": {"field": "value", "type": "quantitative", "title": None, "scale": scale, "axis": axis},
-        "color": {"field": "group", "type": "nominal", "title": None, "sort": groups},
-        "detail": [{"field": "run"}, {"field": "number"}],
-        "tooltip": [{"field": name} for name in ("run", "number", "status")],
+        "x": channel(
+            time.field,
+            time.field if is_last else None,
+            scale={"domain": [time.first, time.last], "nice": False},
+            axis={"labels": is_last, "ticks": is_last, "tickCount": 10, "labelOverlap": True},
+        ),
+        "y": channel("value", None, scale=scale, axis=axis),
+        "color": nominal("group", sort=groups),
+        "detail": tips("run", "number"),
+        "tooltip": tips("run", "number", "status"),
     }
     if panel == "loss":
         dash = {"domain": ["training loss", "test loss"], "range": [[1, 0], [5, 3]]}
-        encoding["strokeDash"] = {"field": "number", "type": "nominal", "legend": None, "scale": dash}
+        encoding["strokeDash"] = nominal("number", legend=None, scale=dash)
     return {
         "title": {"text": panel, "anchor": "start", "fontSize": 12, "offset": 4},
         "height": 110,

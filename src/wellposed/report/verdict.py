@@ -125,7 +125,7 @@ def _accuracies(known: Sequence[Change]) -> Sentence:
         why = "zero is inside the interval" if len(known) == 1 else "zero is inside every interval"
         if any(estimate.p is None for estimate in estimates):
             single = any(estimate.n < 2 for estimate in estimates)
-            why = "one run decides nothing" if single else "runs that differ by the same show no spread"
+            why = "one run decides nothing" if single else "equal differences show no spread"
         if len(known) == 1:
             return ("Whether accuracy changes with ", Name(known[0].name), f" is undecided: {why}.")
         return (f"None of the {len(known)} differences in accuracy is decided: {why}.",)
@@ -150,7 +150,7 @@ def _names(names: Sequence[str]) -> Iterator[str | Name]:
 def _where(name: str, bad: Worst, variants: int) -> Sentence:
     """The worst variant of several, or the worst place of one."""
     several = ("Conditioning is worst with ", Name(name), ": ")
-    if bad.bounds > 1:
+    if len(bad.places) > 1:
         said = f"kappa exceeds float32 resolution at {bad.bounds} of {bad.of} places"
         return (*several, f"{said}.") if variants > 1 else ("In ", Name(name), f" {said}.")
     said = f"kappa is {'at least ' if bad.kappa.at_least else ''}{short(math.exp(bad.kappa.value))}"
@@ -200,10 +200,7 @@ def _worst_card(material: Material, ranked: Sequence[str], found: dict[str, Wors
     rows: list[tuple[Sentence, ...]] = []
     for name in ranked[:MOST]:
         bad = found[name]
-        place = f"block {bad.places[0][0]}, {bad.places[0][1]}"
-        if len(bad.places) > 1:
-            place = f"one of {len(bad.places)} places, which are bounds"
-        rows.append(((Name(name),), (place,), (kappa_text(bad.kappa),)))
+        rows.append(((Name(name),), (bad.where(" places"),), (kappa_text(bad.kappa),)))
     return Card("Worst place", tuple(said), ("variant", "place", "kappa"), tuple(rows))
 
 
