@@ -15,6 +15,7 @@ NAMES = {
     "time-to-start": ("training", "time_to_start", "how soon a compiled run trains"),
     "attention-kernels": ("training", "attention_kernels", "gradients under each kernel of attention"),
     "spectral": ("accuracy", "spectral", "spectral graying compared with a float64 SVD"),
+    "peers": ("peers", "main", "measurements on a CPU, compared with the plain way"),
     "largest": ("accuracy", "largest", "the largest singular value where none stands out"),
     "hopper": ("hopper", "main", "the kernels for Hopper GPUs: accuracy and time"),
     "versions": ("versions", "main", "graying compared with another version of wellposed, in turns"),

@@ -1,6 +1,6 @@
 """How right spectral graying and its largest singular value are, compared with LAPACK in float64.
 
-python -m benchmarks spectral [--packed FILE.npz] [--images 64] [--out FILE.csv]
+python -m benchmarks spectral [--packed FILE.npz] [--weights FILE] [--images 64] [--out FILE.csv]
 python -m benchmarks largest [--matrices 400] [--out FILE.csv]
 """
 
@@ -13,6 +13,7 @@ import timm
 import torch
 import typer
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.timing import write
@@ -50,7 +51,7 @@ def with_spectrum(s: Tensor, images: int) -> Tensor:
     return ((U * s) @ V.mT).float()
 
 
-def real_tokens(file: Path, count: int) -> dict[str, Tensor]:
+def real_tokens(file: Path, count: int, weights: Path | None = None) -> dict[str, Tensor]:
     with np.load(file) as packed:
         ends, raw = packed["test_offsets"], packed["test_bytes"]
         pictures = [Image.open(BytesIO(raw[ends[i] : ends[i + 1]].tobytes())) for i in range(count)]
@@ -60,7 +61,17 @@ def real_tokens(file: Path, count: int) -> dict[str, Tensor]:
     embed = timm.create_model("vit_base_patch16_224").patch_embed
     patches = images.unfold(2, 16, 16).unfold(3, 16, 16).permute(0, 2, 3, 1, 4, 5)
     with torch.no_grad():
-        return {"pixel patches": patches.reshape(count, TOKENS, CHANNELS), "patch embeddings": embed(images)}
+        tokens = {
+            "pixel patches": patches.reshape(count, TOKENS, CHANNELS),
+            "patch embeddings": embed(images),
+        }
+        if weights is not None:
+            trained = timm.create_model("deit_tiny_patch16_224").eval()
+            trained.load_state_dict(load_file(weights))
+            mean, std = (torch.tensor(trained.default_cfg[name])[:, None, None] for name in ("mean", "std"))
+            embedded = trained.patch_embed((images / 2 + 0.5 - mean) / std)
+            tokens |= {"DeiT-Ti, patches": embedded, "DeiT-Ti, into block 0": trained._pos_embed(embedded)}
+    return tokens
 
 
 def measure(x: Tensor, eps: float, precision: str) -> dict[str, object]:
@@ -87,6 +98,8 @@ def measure(x: Tensor, eps: float, precision: str) -> dict[str, object]:
         "images": len(x),
         "median_kappa": f"{(1 / relative[:, -1]).median().item():.3g}",
         "values": f"{((got - expected) / expected).abs()[above].max().item():.2e}",
+        "median_kappa_after": f"{(got[:, 0] / got[:, -1]).median().item():.4g}",
+        "by_formula": f"{(relative[:, -1] ** -eps).median().item():.4g}",
         "images_above_floor": int(whole.sum()),
         "gradient": f"{slope_error[whole].max().item():.2e}" if whole.any() else "",
     }
@@ -96,6 +109,9 @@ def spectral(
     packed: Annotated[Path | None, typer.Option(help="images of 224 pixels")] = None,
     images: Annotated[int, typer.Option(help="how many of them")] = 64,
     each: Annotated[int, typer.Option(help="matrices of a prescribed spectrum")] = 4,
+    weights: Annotated[
+        Path | None, typer.Option(help="of timm's deit_tiny_patch16_224, with --packed")
+    ] = None,
     precision: Annotated[list[str] | None, typer.Option(help="[default: float64, float32]")] = None,
     out: Path | None = None,
 ) -> None:
@@ -108,13 +124,11 @@ def spectral(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     inputs = {
-        name: with_spectrum(s, each)
-        for kappa in (1e1, 1e2, 1e3, 1e4)
-        for name, s in prescribed(kappa).items()
+        name: with_spectrum(s, each) for kappa in (1e1, 1e3, 1e5) for name, s in prescribed(kappa).items()
     }
     inputs["flat Gaussian"] = torch.randn(each, TOKENS, CHANNELS, generator=torch.Generator().manual_seed(0))
     if packed:
-        inputs |= real_tokens(packed, images)
+        inputs |= real_tokens(packed, images, weights)
     rows = []
     for each_precision in precision or ("float64", "float32"):
         for name, x in inputs.items():
@@ -122,7 +136,7 @@ def spectral(
                 rows.append({"tokens": name, **measure(x.to(device), eps, each_precision)})
                 print(*rows[-1].values(), sep="  ", flush=True)
     if out is not None:
-        comment = f"{TOKENS} x {CHANNELS} tokens, beside a float64 SVD"
+        comment = f"{TOKENS} x {CHANNELS} tokens (DeiT-Ti: 196 or 197 x 192), compared with a float64 SVD"
         write(out, comment, list(rows[0]), [list(row.values()) for row in rows])
 
 

@@ -5,6 +5,8 @@ the same round. Process time counts the work of all threads, wall clock is what 
 
     chain          the products that other devices take, in float32
     eigh           the Gram matrix's eigenvalues in float64, with autograd's own gradient
+    scipy eigh     scipy.linalg.eigh of each Gram matrix and the products in float64; forward only
+    scipy dct      scipy.fft.dctn and back without a gradient; forward only
     svd            torch.linalg.svd with Daleckii and Krein's gradient
     polar          Newton-Schulz steps of fifth order (PolarExpress with fixed coefficients): eps = 0 only
     dct products   the DCT as two matrix products
@@ -19,6 +21,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from scipy import fft, linalg
 from torch import Tensor
 
 from benchmarks.graying_growth import BOTH, FORWARD, gray_by_eigh
@@ -32,7 +35,7 @@ from wellposed.linalg.svd_power import power_gain
 from wellposed.nn.functional import gray
 
 PEERS = "graying-peers"
-SHAPES = ((64, 196, 768), (64, 196, 192), (256, 64, 192), (32, 576, 384))
+SHAPES = ((16, 196, 768), (16, 196, 192), (64, 64, 192), (8, 576, 384))
 EPS, DCT_EPS = 0.7, 0.95
 CLOCKS: dict[str, tuple[int, Callable[[], float]]] = {
     "process time, one thread": (1, time.process_time),
@@ -54,6 +57,7 @@ class PeerRow:
     ratio: float
     ratio_low: float
     ratio_high: float
+    rounds: int
 
 
 def gray_by_chain(x: Tensor) -> Tensor:
@@ -83,6 +87,25 @@ def gray_by_dct_products(x: Tensor) -> Tensor:
     return y
 
 
+def gray_by_scipy(x: Tensor) -> Tensor:
+    if x.shape[1] > x.shape[2]:
+        return gray_by_scipy(x.mT).mT
+    grayed = []
+    for tokens in x.double():
+        values, vectors = linalg.eigh((tokens @ tokens.mT).numpy(), driver="evd")
+        gain = torch.from_numpy(values / values[-1]) ** ((EPS - 1) / 2)
+        Q = torch.from_numpy(vectors)
+        grayed.append(((Q * gain) @ (Q.mT @ tokens)).to(x.dtype))
+    return torch.stack(grayed)
+
+
+def gray_by_scipy_dct(x: Tensor) -> Tensor:
+    coefficients = torch.from_numpy(fft.dctn(x.numpy(), axes=(-2, -1), norm="ortho"))
+    magnitude = coefficients.abs()
+    gain = power_gain(magnitude / magnitude.amax((-2, -1), keepdim=True), DCT_EPS)
+    return torch.from_numpy(fft.idctn((coefficients * gain).numpy(), axes=(-2, -1), norm="ortho"))
+
+
 METHODS: dict[str, Callable[[Tensor], Tensor]] = {
     "spectral": lambda x: gray(x, EPS),
     "spectral float32": lambda x: gray(x, EPS, precision="float32"),
@@ -92,17 +115,20 @@ METHODS: dict[str, Callable[[Tensor], Tensor]] = {
     "polar": polar_factor,
     "dct": lambda x: gray(x, DCT_EPS, "dct"),
     "dct products": gray_by_dct_products,
+    "scipy eigh": gray_by_scipy,
+    "scipy dct": gray_by_scipy_dct,
 }
+FORWARD_ONLY = ("scipy eigh", "scipy dct")
 
 
 def measure_peers(shapes: tuple[tuple[int, int, int], ...] = SHAPES, rounds: int = 3) -> Iterator[PeerRow]:
     """All methods at each shape, forward alone and with the gradient."""
-    for shape in shapes:
-        x, upstream = (
-            torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + shift
-            for seed, shift in ((0, 0.3), (1, 0.0))
-        )
-        for name, (threads, clock) in CLOCKS.items():
+    for name, (threads, clock) in CLOCKS.items():
+        for shape in shapes:
+            x, upstream = (
+                torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + shift
+                for seed, shift in ((0, 0.3), (1, 0.0))
+            )
             before = torch.get_num_threads()
             torch.set_num_threads(threads)
             try:
@@ -120,9 +146,10 @@ def _in_turns(
     clock: Callable[[], float],
     rounds: int,
 ) -> Iterator[PeerRow]:
-    seconds: dict[str, list[float]] = {name: [] for name in METHODS}
+    methods = {k: f for k, f in METHODS.items() if upstream is None or k not in FORWARD_ONLY}
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
     for index in range(rounds + 1):
-        for name, method in METHODS.items():
+        for name, method in methods.items():
             start = clock()
             _call(method, x, upstream)
             if index:  # the first warms up
@@ -131,7 +158,7 @@ def _in_turns(
         ratios = [a / b for a, b in zip(own, seconds["spectral"], strict=True)]
         numbers = (1e3 * statistics.median(own), statistics.median(ratios), min(ratios), max(ratios))
         passes = FORWARD if upstream is None else BOTH
-        yield PeerRow(" x ".join(map(str, shape)), clock_name, passes, name, *numbers)
+        yield PeerRow(" x ".join(map(str, shape)), clock_name, passes, name, *numbers, rounds)
 
 
 def _call(method: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor | None) -> None:

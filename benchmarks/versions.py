@@ -213,9 +213,12 @@ def cases(device: str, shapes: tuple[tuple[int, ...], ...] = SHAPES, repeats: in
     ]
 
 
-def rows(other: Path, device: str, rounds: int) -> Iterator[Row]:
+def rows(other: Path, device: str, rounds: int, clock: str | None = None) -> Iterator[Row]:
+    chosen = [
+        case for case in cases(device, repeats=10 if device == "cuda" else 1) if clock in (None, case.clock)
+    ]
     with Versions(other, device) as versions:
-        for case in cases(device, repeats=10 if device == "cuda" else 1):
+        for case in chosen:
             yield versions.row(case, rounds)
 
 
@@ -240,6 +243,7 @@ def main(
     other: Annotated[Path, typer.Argument(help="folder with the other version's package wellposed")],
     rounds: Annotated[int, typer.Option(min=1)] = 7,
     device: Annotated[str | None, typer.Option(help=r"cpu or cuda \[default: a GPU if there is one]")] = None,
+    clock: Annotated[str | None, typer.Option(help=r"one of them alone \[default: all]")] = None,
     out: Annotated[Path | None, typer.Option(help="folder for graying-versions-DEVICE.csv")] = None,
 ) -> None:
     """Graying by this version and by another, in turns."""
@@ -247,7 +251,13 @@ def main(
     if on not in CLOCKS:
         raise SystemExit(f"error: device must be cpu or cuda, got {on}.")
     found = []
-    for row in rows(other, on, rounds):
+    if clock not in (None, *CLOCKS[on]):
+        raise SystemExit(f"error: clock must be one of {', '.join(CLOCKS[on])}, got {clock!r}.")
+    if out is not None:
+        from benchmarks.timing import write_environment
+
+        write_environment(out, f"graying-versions-{on}", {"rounds": rounds, "clock": clock})
+    for row in rows(other, on, rounds, clock):
         show(row)
         found.append(row)
         if out is not None:

@@ -17,9 +17,11 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+import wellposed as wp
 import wellposed.diagnosing
 import wellposed.train.sweep
 from wellposed.cli import app
+from wellposed.commands.app import in_flags
 from wellposed.errors import SeamError
 from wellposed.models import build
 from wellposed.train.recipe import Recipe
@@ -137,6 +139,24 @@ def test_mistakes_are_one_message(folder, arguments, says) -> None:
     assert "Traceback" not in result.output
 
 
+def test_a_checkpoint_is_diagnosed_with_the_edits_that_were_saved_with_it(folder, tmp_path) -> None:
+    options = {"img_size": 32, "depth": 1}
+    model = build("vit_tiny_patch16_224", **options)
+    wp.broadcast_context(model, scaled=True)
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "best.pth.tar")
+    wp.save_edits(model, tmp_path)
+    common = ["vit_tiny_patch16_224", "--images", folder, "--weights", tmp_path / "best.pth.tar"]
+    result = diagnose(*common, "--model-option", "img_size=32", "--model-option", "depth=1")
+    assert result.exit_code == 0, result.output
+    assert "edited: broadcast_context mlp.end blocks.0.mlp" in result.output
+
+
+def test_python_in_an_error_stays_python() -> None:
+    said = "got blocks=7: wp.gray_tokens(model, 0.7, blocks=[0, 1]) makes it; leave blocks=9 out."
+    expected = "got --blocks 7: wp.gray_tokens(model, 0.7, blocks=[0, 1]) makes it; leave --blocks 9 out."
+    assert in_flags(said, {"blocks": "--blocks"}) == expected
+
+
 def test_no_images(tmp_path) -> None:
     result = diagnose(*MODEL, "--images", tmp_path / "nowhere")
     assert result.exit_code == 1
@@ -207,6 +227,7 @@ def test_what_needs_no_torch_does_not_load_it() -> None:
     code = """
 import sys
 from wellposed.cli import app
+from wellposed.commands.app import in_flags
 for arguments in (["--help"], ["train", "--help"], ["sweep", "--help"], ["train", "--dry-run"]):
     try:
         app(arguments)

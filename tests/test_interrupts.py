@@ -40,7 +40,7 @@ def handler() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-EDITING = (str(OURS / "anatomy" / "seam.py"), str(OURS / "anatomy" / "marked.py"), str(OURS / "surgery"))
+EDITING = tuple(str(OURS / name) for name in ("anatomy/seam.py", "anatomy/subclass.py", "surgery"))
 
 
 def lines_of(
@@ -69,6 +69,11 @@ def lines_of(
     finally:
         sys.settrace(before)
     return count
+
+
+def test_the_places_are_there() -> None:
+    """A file that was renamed would be interrupted nowhere."""
+    assert all(Path(place).exists() for place in (*PLACES, *EDITING) if place.startswith(str(OURS)))
 
 
 WORK: dict[str, Any] = {
@@ -160,6 +165,7 @@ def test_an_interrupted_edit_can_be_undone() -> None:
         lambda model: wp.gray_tokens(model, eps=0.5, where="blocks"),
         lambda model: wp.broadcast_context(model, scaled=True),
         lambda model: wp.uniform_heads(model, heads=[0]),
+        wp.normalise_spectrum,
     )
     model, x = VIT.model(), VIT.input(1)
     wp.diagnose(model, x, what="conditioning", progress=False)

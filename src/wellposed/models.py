@@ -26,7 +26,8 @@ import wellposed.convmixer_tiny  # noqa: F401  registers a model with timm
 from wellposed.files import read_object
 from wellposed.probes.model_input import is_of
 from wellposed.probes.observe import plain
-from wellposed.saving import KEY, apply, lacks, saved_edits
+from wellposed.saving import KEY, apply, is_of_edits, lacks, saved_edits
+from wellposed.surgery import edits
 from wellposed.surgery.insertion import scales
 from wellposed.weights import few, from_file, misfits, read_weights, renamed, share_tied, unreadable
 
@@ -54,7 +55,8 @@ def build(
     seed: int = 0,
     **options: Any,
 ) -> nn.Module:
-    """A model in evaluation mode, with the edits that :func:`wellposed.save_edits` put in its folder.
+    """A model in evaluation mode, with the edits that :func:`wellposed.save_edits` put in its folder or with
+    its file of weights.
 
     Args:
         name: of timm, ``hf-hub:NAME`` or ``local-dir:FOLDER`` as timm has them, ``hf:NAME_OR_FOLDER`` of
@@ -93,6 +95,8 @@ def build(
     if not described:
         _random.add(model)
     if weights is not None:
+        if (edited := saved_edits(weights)) is not None and not edits(model):
+            apply(model, edited.to_dict())
         load_weights(model, weights)
     return model.eval()
 
@@ -175,8 +179,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
 def _remedy(model: nn.Module, path: Path, state: Mapping[str, Tensor]) -> str:
     if lacking := lacks(model, path):
         return f"{lacking}."
-    if any(".inserted_" in name for name in state) and not scales(model):
-        return "the file has scales of CB_S: make the edits that it was saved with first."
+    if any(is_of_edits(name) for name in state) and not scales(model):
+        return "the file has tensors of edits, such as scales of CB_S: make the edits of its model first."
     return "build the model with the options that they were trained with (num_classes=, img_size=, ...)."
 
 
@@ -225,7 +229,7 @@ def _build_of_folder(
     facts = {key: told[key] for key in _FACTS if key in told}
     edited = saved_edits(folder)
     if edited is not None and state is not None:
-        state = {name: value for name, value in state.items() if ".inserted_" not in name}
+        state = {name: value for name, value in state.items() if not is_of_edits(name)}
     try:
         model: nn.Module = timm.create_model(
             architecture,

@@ -55,6 +55,10 @@ class SavedEdits:
         made = [EditCall.of(call, f"edits[{index}] of {place}") for index, call in enumerate(calls)]
         return SavedEdits(made, [str(name) for name in modules])
 
+    def to_dict(self) -> dict[str, Any]:
+        """What :meth:`of` takes."""
+        return {"edits": [call.to_mapping() for call in self.calls], "modules": self.modules}
+
     @property
     def words(self) -> str:
         """Their calls."""
@@ -198,12 +202,16 @@ def _given(edits: Edits | Mapping[str, Any] | str | os.PathLike[str]) -> tuple[S
     return saved, None if path.suffix == ".json" else path
 
 
+def is_of_edits(name: str) -> bool:
+    """Whether a tensor of a state dict is of a module that an edit put in, by its name."""
+    return ".inserted_" in name or "_edit." in name
+
+
 def _load_scales(model: nn.Module, place: Path) -> None:
     own = scales(model)
     if not own:
         return
-    marks = (".inserted_", "_edit.")  # of the modules that edits put in
-    held = {name: value for name, value in _weights_in(place).items() if any(mark in name for mark in marks)}
+    held = {name: value for name, value in _weights_in(place).items() if is_of_edits(name)}
     if held.keys() != own.keys() and is_of(model, "transformers"):
         held = {name: value for name, value in renamed(model, held).items() if name in own}
     if wrong := misfits(own, held):

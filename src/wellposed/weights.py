@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from wellposed.surgery.insertion import Inserted
+from wellposed.surgery.weights import WeightEdit
 
 WEIGHT_ENDINGS = (".safetensors", ".pth", ".pt", ".tar", ".bin", ".ckpt")
 _INSIDE = ("state_dict_ema", "model_ema", "state_dict", "model")
@@ -127,7 +128,7 @@ def renamed(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     operations = {
         name: deepcopy(module).to("meta")
         for name, module in model.named_modules()
-        if isinstance(module, Inserted)
+        if isinstance(module, Inserted | WeightEdit)
     }
 
     own: Any = type(model)
@@ -149,7 +150,8 @@ def renamed(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
             ignore_mismatched_sizes=True,
         )
     there = {key: value for key, value in copy.state_dict().items() if key not in loaded["missing_keys"]}
-    there |= {key: state[key] for key in state if key in loaded["unexpected_keys"]}
+    # Those that the model does not have are named as it would name them, or as the file does.
+    there |= {key: state.get(key, torch.empty(0, device="meta")) for key in loaded["unexpected_keys"]}
     reshaped = {key: torch.empty(held, device="meta") for key, held, _ in loaded["mismatched_keys"]}
     return there | reshaped
 

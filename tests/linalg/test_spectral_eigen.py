@@ -170,3 +170,15 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch):
     child.start()
     assert queue.get(timeout=60) == pytest.approx(expected, rel=1e-5)
     child.join()
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rescale", [True, False])
+def test_without_a_gradient_it_is_the_same(precision, dtype, rescale):
+    x = 30 * with_singular_values(geometric(TOKENS, 20), TOKENS, CHANNELS, (2,)).matrix().to(dtype)
+    trained = spectral_power(x.clone().requires_grad_(), 0.7, rescale=rescale, precision=precision)
+    with torch.no_grad():
+        y = spectral_power(x, 0.7, rescale=rescale, precision=precision)
+    narrowest = max(torch.finfo(dtype).eps, torch.finfo(getattr(torch, precision)).eps)
+    assert (y - trained).abs().max() <= 8 * narrowest * trained.abs().max()

@@ -113,6 +113,19 @@ def test_results_print_in_a_line_or_a_table() -> None:
     )
 
 
+def test_blocks_whose_worst_number_is_a_bound_have_no_order() -> None:
+    def record(block: int, status: str) -> Record:
+        where: dict[str, Any] = {"module": f"blocks.{block}", "position": "input", "status": status}
+        return Record(measure="kappa", value=9.88e6 - block, block=block, **where)
+
+    said = "blocks ranked by a bound have no order among them"
+    tied = Diagnosis((record(0, "at least"), record(1, "at least"), record(2, "ok")))
+    assert said in " ".join(str(tied).split())
+    for status in ("ok", "at least"):  # one bound above numbers is the worst
+        ordered = Diagnosis((record(0, status), record(1, "ok"), record(2, "ok")))
+        assert said not in " ".join(str(ordered).split())
+
+
 def test_html_escapes_and_colours(tmp_path) -> None:
     bad = Record(measure="kappa", value=3e7, block=0, module="<script>", position="input", status="at least")
     good = Record(measure="kappa", value=1.0, block=1, module="b", position="input")

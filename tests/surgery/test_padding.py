@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import timm
 import torch
+import transformers
 from torch import Tensor, nn
 
 import wellposed as wp
@@ -77,6 +79,79 @@ def test_masks_survive_copies_and_restore_takes_the_hooks_out() -> None:
         assert list(vars(module)) == list(vars(own)), name
         assert len(module._forward_pre_hooks) == len(own._forward_pre_hooks), name
         assert len(module._forward_hooks) == len(own._forward_hooks), name
+
+
+def noise_in_the_padding(lengths: tuple[int, ...], width: int) -> dict[str, Tensor]:
+    """Patches whose padding is not zero, which a linear embedding would make tokens without a direction."""
+    inputs = patches(lengths, width)
+    noise = torch.randn(inputs["patches"].shape, dtype=torch.float64)
+    inputs["patches"] = torch.where(inputs["patch_valid"][..., None], inputs["patches"], noise)
+    return inputs
+
+
+def siglip() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.Siglip2VisionConfig(**sizes, patch_size=4, num_patches=16)
+    return transformers.Siglip2VisionModel(config)
+
+
+def of_siglip(lengths: tuple[int, ...], width: int) -> dict[str, Tensor]:
+    given = noise_in_the_padding(lengths, width)
+    return {
+        "pixel_values": given["patches"],
+        "pixel_attention_mask": given["patch_valid"].long(),
+        "spatial_shapes": torch.tensor([[length, 1] for length in lengths]),
+    }
+
+
+def pooled(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        out: Any = model(inputs) if "patches" in inputs else model(**inputs).pooler_output
+    return out  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("make", "inputs"), [(naflex, noise_in_the_padding), (siglip, of_siglip)])
+def test_padded_patches_are_no_part_of_a_grayed_embedding(make: Any, inputs: Inputs) -> None:
+    model = made(make)
+    plain = pooled(model, inputs(LENGTHS, 5))
+    wp.gray_tokens(model, 0.7, "svd")
+    few, many = pooled(model, inputs(LENGTHS, 5)), pooled(model, inputs(LENGTHS, 9))
+    assert (few - plain).abs().max() > 1e-3
+    torch.testing.assert_close(many, few, rtol=0, atol=1e-9)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(pooled(other, inputs(LENGTHS, 7)), few, rtol=0, atol=1e-9)
+    wp.restore(model)
+    torch.testing.assert_close(pooled(model, inputs(LENGTHS, 5)), plain, rtol=0, atol=1e-12)
+    for module, own in zip(model.modules(), made(make).modules(), strict=True):
+        assert list(vars(module)) == list(vars(own))
+        assert len(module._forward_pre_hooks) == len(own._forward_pre_hooks)
+        assert len(module._forward_hooks) == len(own._forward_hooks)
+
+
+class Pixels(nn.Module):
+    """A model that is given which pixels are padding, as detectors are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vit = timm.create_model(
+            "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2
+        )
+
+    def forward(self, pixel_values: Tensor, pixel_mask: Tensor | None = None) -> Tensor:
+        out: Tensor = self.vit(pixel_values)
+        return out
+
+
+def test_a_mask_of_pixels_is_refused_where_an_embedding_is_grayed() -> None:
+    model, x = Pixels().eval(), torch.randn(2, 3, 32, 32)
+    wp.gray_tokens(model, 0.7, example=x)
+    mask = torch.ones(2, 32, 32, dtype=torch.int64)
+    assert torch.equal(model(x, mask), model(x))
+    mask[1, :, 20:] = 0
+    with pytest.raises(
+        ValueError, match=r"expected a mask of the patches .*got pixel_mask of shape \(2, 32, 32"
+    ):
+        model(x, pixel_mask=mask)
 
 
 def test_the_mask_is_dropped_after_an_error_inside_the_block() -> None:

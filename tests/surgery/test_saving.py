@@ -212,6 +212,29 @@ class TestTimm:
         same(model, timm.create_model("vit_kept_for_tests", checkpoint_path=path).eval())
 
 
+WEIGHT_EDITS = [wp.normalise_spectrum, lambda model: wp.condition_weights(model, strength="exact")]
+by_weight_edit = pytest.mark.parametrize("edit", WEIGHT_EDITS, ids=["sigma", "exact"])
+
+
+@by_weight_edit
+def test_what_edits_of_weights_keep_is_loaded_too(edit, tmp_path) -> None:
+    model = tiny()
+    edit(model)
+    randomised(model)
+    save(model, tmp_path / "timm")
+    same(model, build(f"local-dir:{tmp_path / 'timm'}"))
+    model = TestTransformers().model()
+    edit(model)
+    randomised(model)
+    model.save_pretrained(tmp_path / "hf")
+    wp.save_edits(model, tmp_path / "hf")
+    other = type(model).from_pretrained(tmp_path / "hf").eval()
+    wp.apply(other, tmp_path / "hf")
+    assert wp.edits(other) == wp.edits(model)
+    state = other.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
 def save(model: nn.Module, folder) -> None:
     """As timm's own save_for_hf, with the arguments of the model."""
     from timm.models import save_for_hf
@@ -246,6 +269,11 @@ class TestTransformers:
         wp.apply(fresh, f"{folder}/config.json")
         load_weights(fresh, f"{folder}/model.safetensors")
         same(model, fresh)
+
+    def test_weights_of_an_edited_model_in_a_plain_one(self, saved) -> None:
+        """The file has the names of an older version of transformers; its scales are none of the model's."""
+        with pytest.raises(ValueError, match=r"2 unexpected .*scale.* Nothing was loaded"):
+            load_weights(self.model(3), f"{saved[1]}/model.safetensors")
 
     def test_shards(self, saved, tmp_path) -> None:
         model, _ = saved
@@ -316,6 +344,13 @@ class TestPlainTorch:
         wp.save_edits(model, tmp_path)
         with pytest.raises(ValueError, match=r"wp\.apply\(model, .*mine.pth'\) makes them"):
             load_weights(tiny(4), tmp_path / "mine.pth")
+
+    @pytest.mark.parametrize("name", ["mine.pth", "model_best.pth.tar"])
+    def test_build_makes_the_edits_of_its_file(self, name, tmp_path) -> None:
+        model = edited(tiny())
+        torch.save({"state_dict": model.state_dict()}, tmp_path / name)
+        wp.save_edits(model, tmp_path)
+        same(model, build("vit_tiny_patch16_224", weights=tmp_path / name, **TINY))
 
     def test_no_edits_there(self, tmp_path) -> None:
         torch.save(tiny().state_dict(), tmp_path / "mine.pth")

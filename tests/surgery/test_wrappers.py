@@ -154,6 +154,43 @@ def test_dynamic_quantisation_keeps_the_edit() -> None:
     assert (near - output(model, x)).abs().max() < 0.2 * (near - output(case.model(), x)).abs().max()
 
 
+WEIGHT_EDITS = {
+    "condition": lambda m: wp.condition_weights(m, strength=2),
+    "exact": lambda m: wp.condition_weights(m, strength="exact"),
+    "sigma": wp.normalise_spectrum,
+}
+
+
+OF = [("hf vit", ["q_proj"]), ("torchvision vit", ["self_attention"])]
+
+
+@pytest.mark.parametrize(("name", "targets"), OF)
+@pytest.mark.parametrize("edit", WEIGHT_EDITS.values(), ids=WEIGHT_EDITS)
+def test_adapters_of_an_edited_weight_are_refused(name: str, targets: list[str], edit: Edit) -> None:
+    """What peft merges is added to what the layer reads: a tensor made on the spot, so it was lost."""
+    x = BY_NAME[name].input()
+    model = BY_NAME[name].model()
+    edit(model)
+    for twin in (model, pickle.loads(pickle.dumps(model))):
+        with pytest.raises(wp.WrappedModelError, match=r"wp\.fold\(model\) before get_peft_model"):
+            lora(twin, targets)
+    wp.fold(model)
+    plain = output(model, x)
+    wrapped = lora(model, targets)
+    adapted = output(model, x)
+    assert not close(adapted, plain)
+    assert close(output(wrapped.merge_and_unload(), x), adapted)
+
+
+@pytest.mark.parametrize("edit", WEIGHT_EDITS.values(), ids=WEIGHT_EDITS)
+def test_the_weights_of_adapted_layers_are_not_edited(edit: Edit) -> None:
+    model = BY_NAME["hf vit"].model()
+    lora(model, ["q_proj"])
+    with pytest.raises(wp.WrappedModelError, match=r"peft has not adapted, got vit\.layers\.0.*q_proj"):
+        edit(model)
+    assert not wp.edits(model)
+
+
 def test_nothing_is_watched_without_edits() -> None:
     """In a process that makes none."""
     import subprocess

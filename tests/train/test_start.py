@@ -152,6 +152,16 @@ def test_scales_of_cb_s(tmp_path):
     assert same(before, plain.state_dict())
 
 
+def test_edits_that_were_saved_with_a_file_and_are_lacking_are_said(tmp_path):
+    edited = vit(1)
+    wp.gray_tokens(edited, 0.9)
+    path = save(edited, tmp_path / "w.safetensors")
+    wp.save_edits(edited, path)
+    told = start_from(vit(2), path)
+    assert "was saved with edits that this model does not have, wp.gray_tokens(model, 0.9" in told[-1]
+    assert len(start_from(edited, path)) == 1
+
+
 def test_an_edited_model_starts_from_a_masked_autoencoder(tmp_path):
     encoder = vit(1)
     mae = MaskedAutoencoder(encoder, mask_ratio=0.5, decoder_depth=1)

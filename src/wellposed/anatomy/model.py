@@ -26,7 +26,7 @@ from wellposed.anatomy.proof import (
 )
 from wellposed.anatomy.rows import BlockRow, EmbeddingRow, Layout, Position, Side, Tap
 from wellposed.anatomy.subclass import inner
-from wellposed.anatomy.table import block_row, embedding_row, unknown_model
+from wellposed.anatomy.table import block_row, embedding_row, timm_twin, unknown_model
 from wellposed.errors import SeamError, UnknownModelError, WrappedModelError
 
 BlockSelection = int | slice | Iterable[int] | None
@@ -135,7 +135,8 @@ def refusal(found: list[Block]) -> SeamError:
     said = "; ".join(f"{cls.__name__}{version_of(cls)}: {reason}" for cls, reason in reasons.items())
     return SeamError(
         f"{found[0].name}{f' and {len(found) - 1} more' if len(found) > 1 else ''} cannot be edited. {said}. "
-        "Describe the class with wellposed.anatomy.teach, or install a version that is tested."
+        f"Describe {' and '.join(cls.__name__ for cls in reasons)} with wellposed.anatomy.teach, or install "
+        f"a version that is tested. {timm_twin(type(found[0].module))}".rstrip()
     )
 
 

@@ -78,10 +78,22 @@ def _for_the_user(error: Exception) -> bool:
 def in_flags(message: str, flags: dict[str, str]) -> str:
     """Names of arguments as flags: those with a value behind them, and those that are no English word.
 
+    What stands in a call, such as ``wp.gray_tokens(model, blocks=[0])``, is Python and stays.
+
     >>> in_flags("batch_size must be even, got weights=a; leave pretrained=True out.",
     ...          {"batch_size": "--batch-size", "weights": "--weights", "pretrained": "--pretrained"})
     '--batch-size must be even, got --weights a; leave --pretrained out.'
     """
+    return "".join(
+        part if _CALL.fullmatch(part) else _in_flags(part, flags) for part in re.split(_CALLS, message)
+    )
+
+
+_CALLS = r"((?<![\w.])[\w.]+\([^()]*\))"
+_CALL = re.compile(_CALLS)
+
+
+def _in_flags(message: str, flags: dict[str, str]) -> str:
     for name, flag in flags.items():
         whole = rf"(?<![\w.'\"/-]){re.escape(name)}"
         message = re.sub(rf"{whole}=(True\b|(?=[\s.,;:)]))", flag, message)

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-_ENTRIES = 2**17
-"""Of the square matrices of a chunk: 1 MiB in float64."""
+_ENTRIES = 2**18
+"""Of the square matrices of a chunk: 2 MiB in float64."""
 
 REFUSAL = (
     "trying to differentiate twice: expected at most one derivative of this graying, its backward pass has "

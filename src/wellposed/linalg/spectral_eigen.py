@@ -18,9 +18,11 @@ where C_{11} of the largest eigenvalue, to which all t_i are relative, has :math
 has finite limits f'(t) where eigenvalues repeat.
 """
 
-# Shapes: x, y, grad (B, n, d) with n <= d; Q (B, n, n), W (B, n, d), t (B, n), s_max and unit (B,).
+# Shapes: x, y, grad (B, n, d) with n <= d; QT (B, n, n), W (B, n, d), t (B, n), s_max and unit (B,).
 
 import itertools
+import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -54,7 +56,7 @@ class Power(NamedTuple):
 class Eigen(NamedTuple):
     """Tokens over ``unit`` as Q W, and what is known of them."""
 
-    Q: Tensor
+    QT: Tensor
     W: Tensor
     t: Tensor  # (B, n) float64, ascending: squares of the singular values over that of the largest
     s_max: Tensor  # (B,) float64, over the unit; 0 of zero tokens, NaN of those that are not finite
@@ -64,96 +66,127 @@ class Eigen(NamedTuple):
         return Eigen(*(each[chunk] for each in self))
 
 
-def eigen_forward(x: Tensor, power: Power) -> tuple[Tensor, Eigen]:
-    """Y in x's dtype, and the decomposition."""
+Take = Callable[[str, tuple[int, ...], torch.dtype], Tensor | None]
+"""Memory by a name, for a result to be written to; None is new memory."""
+
+
+def _memory() -> Take:
+    """The same for every chunk of a thread, each at most as large as its first: new pages cost much."""
+    of_thread = threading.local()
+
+    def take(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        held = vars(of_thread)
+        if name not in held or len(held[name]) < shape[0]:
+            held[name] = torch.empty(shape, dtype=dtype)
+        found: Tensor = held[name][: shape[0]]
+        return found
+
+    return take
+
+
+def _new(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    return None
+
+
+def eigen_forward(x: Tensor, power: Power, keep: bool) -> tuple[Tensor, Eigen | None]:
+    """Y in x's dtype, and the decomposition if it is to be kept."""
     if is_traced():
-        return _forward(x, power, None)
-    count, n, _ = x.shape
-    y, W = torch.empty_like(x), torch.empty_like(x, dtype=power.work)
-    Q = x.new_empty((count, n, n), dtype=power.work)
-    t, s_max, unit = (x.new_empty(shape, dtype=torch.float64) for shape in ((count, n), (count,), (count,)))
-    eigen = Eigen(Q, W, t, s_max, unit)
+        y, eigen = _forward(x, power, _new, None, None)
+        return y, eigen if keep else None
+    take, (count, n, _) = _memory(), x.shape
+    y, kept = torch.empty_like(x), None
+    if keep:
+        t, s_max, unit = (x.new_empty(shape, dtype=torch.float64) for shape in ((count, n), count, count))
+        QT, W = x.new_empty((count, n, n), dtype=power.work), torch.empty_like(x, dtype=power.work)
+        kept = Eigen(QT, W, t, s_max, unit)
 
     def some(chunk: slice) -> None:
-        _forward(x[chunk], power.of(chunk), (y[chunk], eigen.of(chunk)))
+        into = kept and kept.of(chunk)
+        found = _forward(x[chunk], power.of(chunk), take, y[chunk], into)[1]
+        if into is not None:
+            for place, value in zip(into[2:], found[2:], strict=True):
+                place.copy_(value)
 
     over_chunks(some, count, n)
-    return y, eigen
+    return y, kept
 
 
 def eigen_backward(grad: Tensor, eigen: Eigen, power: Power) -> Tensor:
     """The adjoint of :func:`eigen_forward`'s Y, applied to grad; in grad's dtype."""
     if is_traced():
-        return _backward(grad, eigen, power, None)
-    out = torch.empty_like(grad)
+        return _backward(grad, eigen, power, _new, None)
+    take, out = _memory(), torch.empty_like(grad)
 
     def some(chunk: slice) -> None:
-        _backward(grad[chunk], eigen.of(chunk), power.of(chunk), out[chunk])
+        _backward(grad[chunk], eigen.of(chunk), power.of(chunk), take, out[chunk])
 
-    over_chunks(some, len(grad), eigen.Q.shape[-1])
+    over_chunks(some, len(grad), eigen.QT.shape[-1])
     return out
 
 
-def gram_matrix(x: Tensor) -> Tensor:
+def gram_matrix(x: Tensor, into: Tensor | None = None) -> Tensor:
     """X X^T (B, n, n); of large matrices only the blocks on and below the diagonal, which eigh reads."""
     n = x.shape[1]
     if n < 128 or is_traced():
-        return torch.bmm(x, x.mT)
-    A = x.new_empty((x.shape[0], n, n))
+        return torch.bmm(x, x.mT, out=into)
+    # The blocks above the diagonal of the transpose: LAPACK takes columns, so eigh has nothing to turn.
+    A = x.new_empty((x.shape[0], n, n)) if into is None else into
     edges = [n * part // 4 for part in range(5)]
     for start, stop in itertools.pairwise(edges):
-        A[:, start:stop, :stop] = torch.bmm(x[:, start:stop], x[:, :stop].mT)
-    return A
+        A[:, start:stop, start:] = torch.bmm(x[:, start:stop], x[:, start:].mT)
+    return A.mT
 
 
-def _forward(x: Tensor, power: Power, into: tuple[Tensor, Eigen] | None) -> tuple[Tensor, Eigen]:
-    """With ``into`` the results are written there."""
+def _forward(
+    x: Tensor, power: Power, take: Take, y: Tensor | None, kept: Eigen | None
+) -> tuple[Tensor, Eigen]:
+    """Y and the matrices of ``kept`` are written there, if they are given."""
     work, dtype, rescale = power.work, power.dtype, power.rescale
-    y, kept = into or (None, None)
+    shape, square = x.shape, (*x.shape[:2], x.shape[1])
     # Squares of narrower tokens are in the range of dtype as they are.
     is_narrow = x.dtype.itemsize < dtype.itemsize
-    unit = x.new_ones(x.shape[:1], dtype=dtype) if is_narrow else unit_of(x, dtype)
-    X = x.to(dtype) if is_narrow else scaled(x, unit, dtype)
-    A = gram_matrix(X)
+    unit = x.new_ones(shape[:1], dtype=dtype) if is_narrow else unit_of(x, dtype)
+    X = _converted(x, dtype, take("X", shape, dtype)) if is_narrow else scaled(x, unit, dtype)
+    A = gram_matrix(X, take("A", square, dtype))
     # LAPACK refuses the whole batch for one NaN: bad matrices pass through it as zeros.
     finite = A.diagonal(dim1=1, dim2=2).sum(-1).isfinite()
     eigenvalues, Q = torch.linalg.eigh(_where(finite, A, 0))
     top = eigenvalues[:, -1:].double()
     t = torch.where(top > 0, eigenvalues.double() / _or_one(top), 1)
     s_max = top.clamp(min=0).sqrt()[:, 0]
-    if is_narrow:  # for W, which is rounded to theirs
+    QT = Q.mT
+    if is_narrow:  # W is rounded to their dtype
         unit = _or_one(s_max).clamp(2.0**-100, 2.0**100)
         s_max = s_max / unit
-        W = _product((Q / unit[:, None, None]).mT, X, work, kept and kept.W)
-    else:
-        W = _product(Q.mT, X, work, kept and kept.W)
-    s_max, Q = torch.where(finite, s_max, torch.nan), Q.to(work) if kept is None else kept.Q.copy_(Q)
-    gain = power.gain(t) + power.shift
+    s_max = torch.where(finite, s_max, torch.nan)
     # Only float64 tokens can be beyond a narrower dtype.
     fits = x.dtype.itemsize <= work.itemsize
     size = (unit if fits else torch.ones_like(unit)) if rescale else 1 / _or_one(s_max)
-    gain = gain * torch.where(finite, size, torch.nan)[:, None]
-    scaled_Q = Q * gain[:, None].to(work)
+    gain = (power.gain(t) + power.shift) * torch.where(finite, size, torch.nan)[:, None]
+    if y is not None and kept is None and not is_narrow and fits:  # one product less, as many digits
+        Z = torch.bmm((QT * gain[..., None].to(work)).mT, QT, out=take("A", square, dtype))
+        return _product(Z, X, x.dtype, y), Eigen(QT, X, t, s_max, unit.double())
+    into = take("W", shape, work) if kept is None else kept.W
+    W = _product((QT / unit[:, None, None]).to(dtype) if is_narrow else QT, X, work, into)
+    QT = QT.to(work) if kept is None else kept.QT.copy_(QT)
+    scaled_Q = (QT * gain[..., None].to(work)).mT
     if rescale and not fits:
         wide = torch.bmm(scaled_Q, W) * unit[:, None, None]
         out = wide.to(x.dtype) if y is None else y.copy_(wide)
     else:
         out = _product(scaled_Q, W, x.dtype, y)
-    eigen = Eigen(Q, W, t, s_max, unit.double())
-    if kept is not None:
-        for place, value in zip(kept[2:], eigen[2:], strict=True):
-            place.copy_(value)
-    return out, eigen
+    return out, Eigen(QT, W, t, s_max, unit.double())
 
 
-def _backward(grad: Tensor, eigen: Eigen, power: Power, into: Tensor | None) -> Tensor:
-    Q, W, t, s_max, unit = eigen
-    work = Q.dtype
+def _backward(grad: Tensor, eigen: Eigen, power: Power, take: Take, into: Tensor | None) -> Tensor:
+    QT, W, t, s_max, unit = eigen
+    work, shape = QT.dtype, grad.shape
     size = _or_one(s_max)
     gain = power.gain(t)
-    P = torch.bmm(Q.mT, grad.to(work))
+    into_P = take("P", shape, work)
+    P = torch.bmm(QT, grad.to(work), out=into_P)
     per_size = (1 / size)[:, None, None].to(work)
-    K = torch.bmm(P, W.mT) * per_size
+    K = torch.bmm(P, W.mT, out=take("K", QT.shape, work)).mul(per_size)
     core = _divided_differences(t, gain, power).to(work) * (K + K.mT)
     # All t_i are relative to the largest. Where that repeats it has no derivative; the mean over the tied
     # directions is taken, which is the central difference for a tie of two.
@@ -163,11 +196,12 @@ def _backward(grad: Tensor, eigen: Eigen, power: Power, into: Tensor | None) -> 
         pulled = pulled + (K.diagonal(dim1=1, dim2=2) * gain).sum(-1, keepdim=True)
     tied = (t >= 1 - _TIED * torch.finfo(work).eps).to(t.dtype)
     core.diagonal(dim1=1, dim2=2).sub_((pulled * tied / tied.sum(-1, keepdim=True)).to(work))
-    inner = torch.baddbmm(P * gain[..., None].to(work), core * per_size, W)
+    P = torch.mul(P, gain[..., None].to(work), out=into_P)
+    inner = torch.baddbmm(P, core * per_size, W, out=into_P)
     zero, finite = s_max == 0, s_max.isfinite()
     if power.rescale and not is_traced() and not zero.any() and finite.all():
-        return _product(Q, inner, grad.dtype, into)
-    out = torch.bmm(Q, inner)
+        return _product(QT.mT, inner, grad.dtype, into)
+    out = torch.bmm(QT.mT, inner)
     if not power.rescale:  # by both in turn, since their product may be subnormal
         out = out / size[:, None, None].to(work) / unit[:, None, None]
     zero, finite = zero[:, None, None], finite[:, None, None]
@@ -196,6 +230,10 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype, into: Tensor | None) -> T
     if into is None:
         return torch.bmm(a, b).to(dtype)
     return torch.bmm(a, b, out=into) if a.dtype == dtype else into.copy_(torch.bmm(a, b))
+
+
+def _converted(x: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
+    return x.to(dtype) if into is None else into.copy_(x)
 
 
 def _where(good: Tensor, values: Tensor, other: float) -> Tensor:

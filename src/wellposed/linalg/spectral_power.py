@@ -197,8 +197,8 @@ class _Eigen(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, keep: bool, *power: Any) -> tuple[Tensor, ...]:
         with without_autocast(x):
-            y, eigen = eigen_forward(x, Power(*power))
-        return (y, *eigen) if keep else (y,)
+            y, eigen = eigen_forward(x, Power(*power), keep)
+        return (y,) if eigen is None else (y, *eigen)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -214,7 +214,8 @@ class _Eigen(torch.autograd.Function):
         # A caller may run backward inside autocast; these products need their digits.
         with without_autocast(grad):
             # Nothing is kept where forward did not expect a gradient.
-            eigen = Eigen(*kept) if kept else eigen_forward(x, power)[1]
+            eigen = Eigen(*kept) if kept else eigen_forward(x, power, True)[1]
+            assert eigen is not None
             out = eigen_backward(grad, eigen, power)
         return out, *[None] * 7
 

@@ -253,8 +253,9 @@ def _changes_card(made: Sequence[Change]) -> Card:
     if len(columns) == 1:
         return Card("What changed")
     baselines = list(dict.fromkeys(each.baseline for each in made))
+    plain = _names(baselines) if len(baselines) <= NAMED else ["the variants without edits"]
     said: list[Sentence] = [
-        ("Compared with ", *_names(baselines), "; in brackets the interval of 95%, which one run has not.")
+        ("Compared with ", *plain, "; in brackets the interval of 95%, which one run has not.")
     ]
     if any(each.ln_kappa for each in made):
         said.append(("Kappa is a median over the runs; ratios are geometric means, taken seed by seed.",))

@@ -8,7 +8,7 @@ from wellposed.anatomy.model import Block, Place
 from wellposed.interrupts import uninterrupted
 from wellposed.surgery.insertion import Inserted, insert, inserted_at
 from wellposed.surgery.learned import follow_learned, refuse_replicated
-from wellposed.surgery.padding import watch_padding
+from wellposed.surgery.padding import watch_padding, watch_patches
 from wellposed.surgery.record import Edits
 from wellposed.surgery.undo import edits
 
@@ -32,6 +32,8 @@ def insert_all(
     before = set(edits(model))
     for place, inserted in insertions:
         insert(place, inserted)
+        if inserted.where == "embedding":
+            watch_patches(model, place)
     for block in mixed:
         watch_padding(block)
     follow_learned(model, [inserted for _, inserted in insertions])

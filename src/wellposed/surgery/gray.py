@@ -48,9 +48,9 @@ def gray_tokens(
         method: see :func:`wellposed.nn.functional.gray`.
         where: ``"embedding"``, the patch embedding's output, before position embedding and prefix
             tokens; ``"pixels"``, the pixel patches that go into it; ``"blocks"``, the input of the
-            blocks named, prefix tokens included. Padding is kept out: the mask is the one that the block
-            is called with; in compiled or exported code it must hide nothing. In a causal model a grayed
-            token knows of later ones through the singular vectors: there is a UserWarning.
+            blocks named, prefix tokens included. Padding is kept out: the mask is the one that the block or
+            the embedding is called with; in compiled or exported code it must hide nothing. In a causal
+            model a grayed token knows of later ones through the singular vectors: there is a UserWarning.
         blocks: with ``where="blocks"`` only: an index, a slice, several indices, or None for all.
         target_kappa: instead of eps, the condition number that the tokens of every image get.
         rescale, floor, tolerance, precision: see :func:`wellposed.nn.functional.gray`.

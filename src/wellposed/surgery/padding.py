@@ -1,18 +1,20 @@
 """Keeping padding out of operations that mix tokens.
 
 A block that was given a mask tells the operations inside it which tokens are padding, by hooks that are
-functions of this module. Context Broadcasting takes the mean over the others. Graying is of each text's own
-tokens; where code is compiled or exported their number is not known, and a mask that hides any is an error.
+functions of this module; so does what is around a patch embedding, if it takes a mask of the patches. Context
+Broadcasting takes the mean over the others. Graying is of each text's own tokens; where code is compiled or
+exported their number is not known, and a mask that hides any is an error.
 """
 
+import inspect
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.fx import Proxy
 
 from wellposed.anatomy.loops import open_loop
-from wellposed.anatomy.masks import MaskReader, mask_reader
-from wellposed.anatomy.model import Block
+from wellposed.anatomy.masks import MaskReader, hides, mask_reader
+from wellposed.anatomy.model import Block, Place
 from wellposed.anatomy.rows import Layout, to_tokens
 from wellposed.anatomy.subclass import original
 from wellposed.nn import ContextBroadcast
@@ -30,6 +32,13 @@ _FUTURE = (
     "Context Broadcasting got a causal mask: the mean over all tokens would show each token those that come "
     "after it. wp.restore(model) takes the edit out, blocks= names those that are not causal."
 )
+_OF_PIXELS = (
+    "expected a mask of the patches (images, patches), got {name} of shape {shape} that hides some: graying "
+    "the embedding cannot tell which tokens are padding; give the model images of one size, or gray with "
+    'where="blocks".'
+)
+PATCH_MASKS = ("patch_valid", "pixel_attention_mask", "pixel_mask")
+"""Arguments of models and embeddings that say which patches, or pixels, are no padding."""
 
 
 def watch_padding(block: Block) -> None:
@@ -84,17 +93,58 @@ def drop_padding(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         inserted.padding = None
 
 
+def watch_patches(model: nn.Module, place: Place) -> None:
+    """Let what is around an embedding tell the operation at its end which patches are padding."""
+    parts = place.name.split(".")
+    for end in range(len(parts)):
+        module = model.get_submodule(".".join(parts[:end]))
+        parameters = inspect.signature(type(module).forward).parameters
+        masks = [(index - 1, name) for index, name in enumerate(parameters) if name in PATCH_MASKS]
+        if masks and tell_patches not in module._forward_pre_hooks.values():
+            module.patch_masks = masks  # type: ignore[assignment]
+            module.register_forward_pre_hook(tell_patches, prepend=True, with_kwargs=True)
+            module.register_forward_hook(drop_patches, always_call=True)
+
+
+def tell_patches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a model or an embedding."""
+    for index, name in cast(list[tuple[int, str]], module.patch_masks):
+        mask = args[index] if index < len(args) else kwargs.get(name)
+        if isinstance(mask, Proxy):
+            raise ValueError(_SYMBOLIC)
+        if isinstance(mask, Tensor):
+            hidden = hides(mask, name)
+            if hidden.ndim != 2:
+                refuse_if(hidden.any(), _OF_PIXELS.format(name=name, shape=tuple(mask.shape)))
+                continue
+            for inserted in _of_embeddings(module):
+                inserted.padding = hidden
+
+
+def drop_patches(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forward hook of a model or an embedding."""
+    for inserted in _of_embeddings(module):
+        inserted.padding = None
+
+
 def forget_padding(module: nn.Module) -> None:
-    """Undo :func:`watch_padding`."""
+    """Undo :func:`watch_padding` and :func:`watch_patches`."""
     if tell_padding in module._forward_pre_hooks.values():
         del module.padding_reader
-    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is tell_padding]:
+    if tell_patches in module._forward_pre_hooks.values():
+        del module.patch_masks
+    before, behind = (tell_padding, tell_patches), (drop_padding, drop_patches)
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook in before]:
         del module._forward_pre_hooks[key]
         module._forward_pre_hooks_with_kwargs.pop(key, None)
-    for key in [key for key, hook in module._forward_hooks.items() if hook is drop_padding]:
+    for key in [key for key, hook in module._forward_hooks.items() if hook in behind]:
         del module._forward_hooks[key]
         module._forward_hooks_always_called.pop(key, None)
 
 
 def _operations(module: nn.Module) -> list[Inserted]:
     return [inner for inner in module.modules() if isinstance(inner, Inserted)]
+
+
+def _of_embeddings(module: nn.Module) -> list[Inserted]:
+    return [inserted for inserted in _operations(module) if inserted.where == "embedding"]

@@ -5,7 +5,7 @@ reads changes (see :mod:`wellposed.anatomy.subclass`). :func:`fold` writes ``f(W
 """
 
 from collections.abc import Iterable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from wellposed.interrupts import uninterrupted
 from wellposed.nn.operation import Operation
 from wellposed.surgery.learned import follow_learned, refuse_replicated
 from wellposed.surgery.record import Edits, Setting
+from wellposed.surgery.wrappers import refuse_adapted, refuse_adapters
 
 
 class WeightEdit(Operation):
@@ -24,6 +25,10 @@ class WeightEdit(Operation):
 
     kind: str
     where: str
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        refuse_adapters()
 
     def forward(self, weight: Tensor) -> Tensor:
         raise TypeError(f"{type(self).__name__} does not say what becomes of a weight; define its forward.")
@@ -50,6 +55,7 @@ def edit_weights(model: nn.Module, wanted: Iterable[tuple[str, nn.Module, str, W
     from wellposed.surgery.undo import edits  # it lists the edits that are made here
 
     wanted = list(wanted)
+    refuse_adapted(model, {name: layer for name, layer, *_ in wanted})
     for name, layer, parameter, _ in wanted:
         if present := weight_edits(inner(layer)).get(parameter):
             raise ValueError(
@@ -72,6 +78,7 @@ def edit_weights(model: nn.Module, wanted: Iterable[tuple[str, nn.Module, str, W
         owner = inner(layer)
         owner.add_module(child_name(parameter), operation.train(owner.training))
         read_through(owner, parameter)
+    refuse_adapters()
     follow_learned(model, [operation for *_, operation in wanted])
     return Edits(edit for edit in edits(model) if edit not in before)
 

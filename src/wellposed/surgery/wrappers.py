@@ -14,10 +14,16 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from wellposed.anatomy.subclass import BASE, inner, is_adapted
+from wellposed.anatomy.subclass import BASE, edited_weights, inner, is_adapted
+from wellposed.errors import WrappedModelError
 
 Hooks = Callable[[nn.Module], None]
 _watching: list[Any] = []
+_refusing: list[Any] = []
+_FOLD = (
+    "peft adds what it merges to the weight that a layer reads, and where that is W through an edit it would "
+    "be lost"
+)
 
 
 def place_of(name: str) -> str | None:
@@ -66,3 +72,29 @@ def _warn_of_loss(name: str, before: nn.Module, after: nn.Module | None) -> None
             UserWarning,
             stacklevel=4,
         )
+
+
+def refuse_adapters() -> None:
+    """From now on, refuse adapters of peft around a layer whose weight is edited."""
+
+    def see(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None and name == BASE and is_adapted(parent) and edited_weights(child):
+            raise WrappedModelError(
+                f"expected a layer without an edit of its weight to adapt, got a {type(child).__name__} with "
+                f"{', '.join(edited_weights(child))} edited: {_FOLD}; call wp.fold(model) before "
+                "get_peft_model."
+            )
+
+    if not _refusing:
+        _refusing.append(register_module_module_registration_hook(see))
+
+
+def refuse_adapted(model: nn.Module, layers: dict[str, nn.Module]) -> None:
+    """Raise if one of these layers, by name, is adapted by peft: its weight cannot be edited."""
+    inside = {id(part) for module in model.modules() if is_adapted(module) for part in module.modules()}
+    for name, layer in layers.items():
+        if id(layer) in inside:
+            raise WrappedModelError(
+                f"expected layers that peft has not adapted, got {name}: {_FOLD}; edit the model first, call "
+                "wp.fold(model), then get_peft_model."
+            )

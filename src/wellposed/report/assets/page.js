@@ -142,7 +142,7 @@
       Object.assign(axisY, { minExtent: 34, maxExtent: 34 });
       const facet = { field: figure.facet, type: "nominal", title: null, sort: panels,
         header: { labelFontSize: 12, labelFontWeight: 600, labelLimit: Math.floor(width / columns) - 40, labelPadding: 6 } };
-      spec.width = Math.floor(width / columns) - 78;
+      spec.width = Math.floor(width / columns) - 84;
       spec = { facet, columns, spacing: 14, resolve: { axis: { x: "independent", y: "independent" } }, spec };
     } else if (spec.vconcat) {
       spec.vconcat.forEach((part) => { part.width = width - 66; });
