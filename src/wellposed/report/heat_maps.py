@@ -43,7 +43,7 @@ def conditioning_section(material: Material, budget: Budget) -> Section | Missin
     logs = [row[5] for row in rows]
     words = [
         "Natural logarithm of the condition number kappa of the tokens, the median over images and over the "
-        "runs of a variant. The further from the light end of the scale, the worse. ≥ marks a lower bound: "
+        "runs of a variant, on one scale for all. Larger is worse. ≥ marks a lower bound: "
         "kappa exceeds float32 resolution."
     ]
     if spectra.curves:

@@ -123,14 +123,23 @@ def _draw_density(figure: Any, section: Section) -> None:
 
 def _draw_runs(figure: Any, section: Section) -> None:
     rows = [row for row in _rows(section) if row["accuracy"] is not None]
-    figure.set_size_inches(6, 1 + 0.4 * len(rows))
-    plot = figure.subplots()
+    has_changes = any(row.get("difference") is not None for row in rows)
+    figure.set_size_inches(6 + 3 * has_changes, 1 + 0.4 * len(rows))
+    plots = figure.subplots(1, 1 + has_changes, squeeze=False, sharey=True)[0]
     for place, row in enumerate(rows):
-        bar = row.get("accuracy_deviation")
-        plot.errorbar(row["accuracy"], place, xerr=bar, marker="o", capsize=3, color=f"C{place % 10}")
-    plot.set_yticks(range(len(rows)), [_plain(row["name"]) for row in rows], fontsize=8)
-    plot.invert_yaxis()
-    plot.set_xlabel("test accuracy, %, ± deviation over seeds")
+        plots[0].plot([row.get("lowest"), row.get("highest")], [place, place], color="C0")
+        plots[0].plot(row["accuracy"], place, "o", color="C0")
+        if row.get("difference") is not None:
+            known = [row[end] for end in ("low", "high") if row.get(end) is not None]
+            colour = {"higher": "C0", "lower": "C1"}.get(row["verdict"], "grey")
+            plots[1].plot(known, [place] * len(known), color=colour)
+            plots[1].plot(row["difference"], place, "o", color=colour)
+    plots[0].set_yticks(range(len(rows)), [_plain(row["name"]) for row in rows], fontsize=8)
+    plots[0].invert_yaxis()
+    plots[0].set_xlabel("test accuracy, %: mean, lowest to highest run")
+    if has_changes:
+        plots[1].axvline(0, color="grey", linestyle="--", linewidth=1)
+        plots[1].set_xlabel("difference, points, 95% interval")
 
 
 def _draw_bounds(figure: Any, section: Section) -> None:
