@@ -133,7 +133,7 @@ def _accuracies(known: Sequence[Change]) -> Sentence:
     for place, word in enumerate(word for word in ("lower", "higher") if of[word]):
         said += [" and " if place else "", f"{word} with ", *_names(of[word])]
     if left := len(of["undecided"]):
-        verb = "the other difference is" if left == 1 else f"the other {left} differences are"
+        verb = "the other difference is" if left == 1 else "the others are"
         said.append(f"; {verb} undecided")
     return (*said, ".")
 
