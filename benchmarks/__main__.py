@@ -11,6 +11,7 @@ NAMES = {
     "graying": ("graying", "main", "what graying and broadcasting cost, in a training step and alone"),
     "diagnose": ("costs", "diagnose", "what the measurements cost, compared with the plain way"),
     "unused-edits": ("costs", "unused_edits", "what an edited model costs with nothing removed"),
+    "edits": ("costs", "edits", "what each edit and the monitor add to a training step"),
     "side-by-side": ("training", "side_by_side", "several runs at once on one GPU, compared with one alone"),
     "time-to-start": ("training", "time_to_start", "how soon a compiled run trains"),
     "attention-kernels": ("training", "attention_kernels", "gradients under each kernel of attention"),

@@ -2,10 +2,14 @@
 
 python -m benchmarks diagnose [--out FILE.csv]
 python -m benchmarks unused-edits [--rounds 41] [--out FILE.csv]
+python -m benchmarks edits [--rounds 21] [--out FILE.csv]
 """
 
 import copy
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import timm
@@ -13,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import wellposed as wp
-from benchmarks.timing import in_turns, quartiles, seconds, where, write
+from benchmarks.graying_steps import bare_step, in_turn
+from benchmarks.timing import in_turns, quartiles, seconds, usual_device, where, write
 from wellposed.anatomy import blocks
 from wellposed.anatomy.seam import open_seam
 from wellposed.linalg import condition_number
@@ -21,6 +26,7 @@ from wellposed.probes import Monitor, jacobian_spectrum
 from wellposed.probes.attention_maps import watching_attention
 from wellposed.probes.observe import observed
 from wellposed.probes.subblock import sub_block
+from wellposed.train.recipe import Recipe
 
 TITLES = ["what", "size", "seconds", "quartile 1", "quartile 3", "against", "seconds", "ratio", "n"]
 
@@ -246,3 +252,82 @@ def unused_edits(
     if out:
         titles = ["model", "mode", "batch", "against", "ratio median", "quartile 1", "quartile 3"]
         write(out, f"{rounds} rounds, alternating", titles, rows)
+
+
+COSTED: dict[str, dict[str, object]] = {
+    "gray_tokens": {"edit": "gray_tokens"},
+    "gray_tokens dct": {"edit": "gray_tokens", "method": "dct"},
+    "gray_tokens condition": {"edit": "gray_tokens", "method": "condition"},
+    "broadcast_context": {"edit": "broadcast_context"},
+    "broadcast_context scaled": {"edit": "broadcast_context", "scaled": True},
+    "FeatScale": {
+        "edit": "broadcast_context",
+        "where": "attention.end",
+        "mean": 1.0,
+        "difference": 1.0,
+        "learned": True,
+    },
+    "condition_weights": {"edit": "condition_weights"},
+    "condition_weights exact": {"edit": "condition_weights", "strength": "exact"},
+    "normalise_spectrum": {"edit": "normalise_spectrum"},
+    "remove_skips": {"edit": "remove_skips"},
+    "uniform_heads": {"edit": "uniform_heads"},
+}
+
+
+def edits(
+    model: str = "vit_tiny_patch16_224",
+    image_size: int = 224,
+    batch_size: int = 8,
+    rounds: int = 21,
+    out: Path | None = None,
+) -> None:
+    """What each edit adds to a training step, and the monitor at its default pace.
+
+    Plain and edited models take turns in one process, a step each in a round, and the ratio is of a round.
+    On a CPU it is that of the time of the process, so that what else runs on the machine counts less.
+    """
+    device = usual_device()
+    recipe = Recipe(model=model, image_size=image_size, batch_size=batch_size, precision="fp32")
+    torch.manual_seed(0)
+    with_edits = {name: (edit,) for name, edit in COSTED.items()}
+    steps = {
+        name: bare_step(replace(recipe, edits=given, compile=False), device, 1000, 3)
+        for name, given in {"plain": (), "itself": (), **with_edits}.items()
+    }
+    calls: dict[str, Callable[[], object]] = {name: partial(step, 1) for name, step in steps.items()}
+    watched = timm.create_model(model, img_size=image_size).to(device)
+    images = torch.randn(batch_size, 3, image_size, image_size, device=device)
+    for name, weights in (("monitor", False), ("monitor weights=True", True)):
+        monitor = Monitor(watched, images, weights=weights)
+        calls[name] = monitor.measure
+    for call in calls.values():
+        call()
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    for index in range(rounds):
+        for name in in_turn(list(calls), index):
+            spent[name].append(_spent(calls[name], device))
+    rows: list[list[object]] = []
+    for name, times in list(spent.items())[1:]:
+        every = monitor.every if name.startswith("monitor") else 0
+        shares = [
+            1 + own / plain / every if every else own / plain
+            for own, plain in zip(times, spent["plain"], strict=True)
+        ]
+        low, middle, high = quartiles(shares)
+        rows.append([model, batch_size, name, f"{middle:.4f}", f"{low:.4f}", f"{high:.4f}"])
+        print(*rows[-1], sep="  ", flush=True)
+    if out:
+        titles = ["model", "batch", "with", "ratio median", "quartile 1", "quartile 3"]
+        clock = "time of the process" if device.type == "cpu" else "time"
+        comment = f"{rounds} rounds in turns, {clock}; the monitor measures every {monitor.every} steps"
+        write(out, comment, titles, rows)
+
+
+def _spent(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call: of the process on a CPU, which does not count what else runs there."""
+    if device.type != "cpu":
+        return seconds(call)
+    before = time.process_time()
+    call()
+    return time.process_time() - before

@@ -104,7 +104,7 @@ def cover(subject: Subject) -> Covered:
         example = _example(model, subject)
         found = all_blocks(model, example=example)
     except Exception as error:
-        covered.trouble = _short(str(error), model)
+        covered.trouble = _sentence(str(error), [])
         return covered
     for block in found:
         name = type(block.module).__name__
@@ -175,29 +175,30 @@ def _probed(model: nn.Module, name: str, example: Example, found: list[Block]) -
             records = list(diagnosis.records)
     except Exception as error:
         return Tried(False, 0, _reasons(error, model, found))
-    return _told(records)
+    return _told(records, found)
 
 
-def _told(records: Iterable[Record]) -> Tried:
+def _told(records: Iterable[Record], found: list[Block]) -> Tried:
     """The blocks for which there is a number, and why there is none for the others."""
     records = list(records)
     numbers = {record.block for record in records if record.value is not None}
     others = [record for record in records if record.block not in numbers]
-    return Tried(
-        bool(numbers), len(numbers), sorted({_short(record.note) for record in others if record.note})
-    )
+    reasons = _sentences((record.note for record in others if record.note), found)
+    return Tried(bool(numbers), len(numbers), reasons)
 
 
 def _reasons(error: Exception, model: nn.Module, found: list[Block]) -> list[str]:
-    if isinstance(error, NoMeaningError):
-        return sorted({_short(reason) for reason in error.reasons})
+    if isinstance(error, NoMeaningError) and error.reasons:
+        return _sentences(error.reasons, found)
     if isinstance(error, wp.SeamError) and any(block.row.refused for block in found):
         return _refusals(found)
-    return [_short(str(error), model)]
+    if type(error) in (RuntimeError, IndexError, KeyError, AttributeError):  # no answer for people: a bug
+        raise error
+    return [_sentence(str(error).replace(type(model).__name__, "it"), found)]
 
 
 def _refusals(found: list[Block]) -> list[str]:
-    return sorted({_short(block.row.refused) for block in found if block.row.refused})
+    return _sentences((block.row.refused for block in found if block.row.refused), found)
 
 
 def _without_a_place(edit: Callable[..., wp.Edits], found: list[Block]) -> Iterable[str]:
@@ -206,15 +207,19 @@ def _without_a_place(edit: Callable[..., wp.Edits], found: list[Block]) -> Itera
     if where in get_args(Position):
         for block in found:
             if not block.row.refused and isinstance(tap := block.row.tap(where), str):
-                yield _short(tap)
+                yield _sentence(tap, found)
 
 
-def _short(text: str, model: nn.Module | None = None) -> str:
-    """The first sentence, or the part of it that says why, for people."""
-    text = re.split(r"(?<=[a-z)])[.;:]\s", " ".join(text.split()).rstrip("."))[0]
-    if model is not None:
-        text = text.replace(type(model).__name__, "it")
-    return text if len(text) <= 160 else text[:157] + "..."
+def _sentences(texts: Iterable[str], found: list[Block]) -> list[str]:
+    return sorted({_sentence(text, found) for text in texts})
+
+
+def _sentence(text: str, found: list[Block]) -> str:
+    """What is wrong, of a message that also says what to do; blocks have no names of their own."""
+    for block in found:
+        text = re.sub(rf"(?<![\w.]){re.escape(block.name)}\.", "its ", text)
+        text = re.sub(rf"(?<![\w.]){re.escape(block.name)}(?!\w)", "the block", text)
+    return re.split(r"[;.] ", " ".join(text.split()))[0].rstrip(".")
 
 
 def page(models: list[Covered], about: dict[str, Any]) -> str:

@@ -230,7 +230,7 @@ def _median(records: Sequence["Record"]) -> "Record":
     """Over the images of all the records."""
     import torch
 
-    from wellposed.probes.summary import Sample, summarize
+    from wellposed.probes.passes import Sample, summarize
 
     values = torch.tensor([value for record in records for value in record.samples], dtype=torch.float64)
     flags = [index in record.at_least for record in records for index in range(len(record.samples))]

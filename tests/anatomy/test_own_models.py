@@ -315,6 +315,44 @@ def test_a_sequential_of_residual_modules(edit: str) -> None:
     check(model, edit, lambda edit: by_hand(w, names, edit, start=1, head=""))
 
 
+class Stage(nn.Module):
+    """Attentions and FFNs with a skip around each, as EfficientViT and LeViT have them."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        parts = (Attention, FeedForward) * layers
+        self.parts = nn.ModuleList(Residual(nn.LayerNorm(WIDTH), part()) for part in parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class LongStage(Stage):
+    """Another class: what was proven of one is kept."""
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        # Before them stands a layer of the class of their parts.
+        ((Stage, 1, 1), {"Stage": ["attention ffn"] * 2, "Residual": ["ffn"]}),
+        ((LongStage, 1, 2), {"Residual": ["ffn", *["attention", "ffn"] * 3]}),
+    ],
+)
+def test_what_holds_one_layer_is_a_block_and_a_stage_of_two_is_none(
+    stages: tuple[type[Stage], int, int], expected: dict[str, list[str]]
+) -> None:
+    cls, *layers = stages
+    stem = Residual(nn.LayerNorm(WIDTH), FeedForward())
+    model = made(lambda: nn.Sequential(stem, *map(cls, layers)))
+    found: dict[str, list[str]] = {}
+    for block in blocks(model, example=INPUT):
+        found.setdefault(type(block.module).__name__, []).append(" ".join(block.row.names))
+    assert found == expected
+
+
 class Lambda(nn.Module):
     def __init__(self, function: Callable[[Tensor], Tensor], *parts: nn.Module) -> None:
         super().__init__()

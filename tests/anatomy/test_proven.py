@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import wellposed as wp
-from wellposed.anatomy import blocks, proof
+from wellposed.anatomy import blocks, embeddings, proof, table
 from wellposed.anatomy.model import is_settled
 from wellposed.anatomy.source import digest
 from zoo import CASES, Case
@@ -149,6 +149,24 @@ def test_an_unknown_model_on_the_meta_device_is_an_error_that_says_so(example: T
     with pytest.raises(wp.UnknownModelError, match=r"on the meta device, .* known without a run: Unknown"):
         wp.remove_skips(model, "all", example=example)
     assert not wp.edits(nn.Linear(2, 2))
+
+
+def test_an_unknown_patch_embedding_on_the_meta_device_is_an_error_that_says_so() -> None:
+    with torch.device("meta"):
+        model = timm.create_model("pvt_v2_b0", num_classes=0, global_pool="")
+    with pytest.raises(wp.UnknownModelError, match=r"on the meta device, .* to find its patch embedding"):
+        wp.gray_tokens(model)
+
+
+def test_the_layout_of_an_embedding_goes_by_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patches in a row and on a grid, in models of one class: a run of one is none of the other."""
+    monkeypatch.setattr(table, "EMBEDDINGS", {})
+    layouts = []
+    for dynamic in (False, True):
+        model = timm.create_model("vit_tiny_patch16_224", **SMALL, dynamic_img_size=dynamic)
+        (embedding,) = embeddings(model)
+        layouts.append(embedding.tokens().layout)
+    assert layouts == ["NLC", "NHWC"]
 
 
 def test_a_known_block_in_an_unknown_class_of_a_library_is_not_enough(as_shipped: list[nn.Module]) -> None:

@@ -45,6 +45,41 @@ def test_an_unknown_model_is_told_what_is_known_and_how_to_teach() -> None:
         assert family in message
 
 
+class ConvolutionBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.conv(x)
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.shift = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.shift(x * 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "seen"),
+    [
+        (
+            nn.Sequential(ConvolutionBlock()),
+            IMAGES,
+            "showed skips in ConvolutionBlock around convolutions, none",
+        ),
+        (nn.Sequential(Shifted()), torch.randn(1, 3, 4), "showed adds in Shifted, none of a tensor and what"),
+    ],
+)
+def test_what_a_run_has_shown_is_said(model: nn.Module, example: torch.Tensor, seen: str) -> None:
+    with pytest.raises(wp.UnknownModelError, match=seen) as error:
+        wp.remove_skips(model, example=example)
+    assert "give an input as example=" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "edit", [wp.gray_tokens, wp.broadcast_context, wp.remove_skips, verify], ids=lambda edit: edit.__name__
 )

@@ -15,6 +15,7 @@ import zoo
 from untouched import assert_same, fingerprint
 from wellposed.probes import attention_pictures
 from wellposed.probes.attention_pictures import grid_of, rollout
+from wellposed.records import Record
 from wellposed.report.attention import overlay, pictures_of
 from wellposed.report.page import diagnosis_page
 
@@ -142,6 +143,20 @@ def test_an_overlay_is_red_where_the_weight_is() -> None:
     there = picture[(2 * row + 1) * 112 // 12, (2 * column + 1) * 75 // 8]
     assert there[0] - there[1] > 100
     assert (picture[..., 0] >= picture[..., 1] - 1e-9).all()
+
+
+def test_the_scale_tells_weights_that_differ_and_not_those_that_hardly_do() -> None:
+    def reds(*curve: float) -> list[float]:
+        record = Record(measure="attention picture", value=None, shape=(1, len(curve)), curve=curve)
+        picture = overlay(record, None)
+        columns = [(2 * index + 1) * picture.shape[1] // (2 * len(curve)) for index in range(len(curve))]
+        return [float(picture[0, column, 0] - picture[0, column, 1]) for column in columns]
+
+    spread = reds(0.2, 0.3, 0.6)
+    assert spread[0] == 0
+    assert spread[1] == pytest.approx(spread[2] / 4)  # of 0.2 to 0.6
+    alike = reds(0.99, 1.0)
+    assert alike[0] == pytest.approx(0.98 * alike[1])
 
 
 def test_on_the_page_and_as_figures(tmp_path) -> None:

@@ -234,7 +234,7 @@ def test_as_found_after_an_error(error: type[BaseException]) -> None:
 
 
 def test_a_mean_of_bounds_is_a_bound() -> None:
-    from wellposed.probes.summary import Sample, summarize
+    from wellposed.probes.passes import Sample, summarize
 
     values = torch.tensor([10.0, 20.0, 30.0])
     flags = torch.tensor([True, False, False])

@@ -1,6 +1,7 @@
 """Norms, outliers and mean of tokens, spectra of weights, gradients by block: float64 references."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -10,10 +11,9 @@ import wellposed as wp
 import zoo
 from untouched import assert_same, fingerprint
 from wellposed.anatomy.model import Block
-from wellposed.probes.gradients import gradient_norms
 from wellposed.probes.observe import observed, watching_tokens
+from wellposed.probes.parameters import gradient_norms, weight_spectra
 from wellposed.probes.tokens import mean_share, norm_kurtosis, outlier_ratio, token_norm, token_norms
-from wellposed.probes.weight_spectra import weight_spectra
 
 VIT = zoo.BY_NAME["timm vit"]
 
@@ -215,3 +215,18 @@ def test_diagnose_takes_them_all(tmp_path) -> None:
     assert "norm kurtosis" not in in_short
     diagnosis.save(tmp_path)
     assert wp.Diagnosis.from_json(tmp_path / "diagnosis.json").records == diagnosis.records
+
+
+def test_a_table_of_pandas(monkeypatch, tmp_path) -> None:
+    pandas = pytest.importorskip("pandas")
+    diagnosis = wp.diagnose(VIT.model(), VIT.input(2), what=["tokens", "weights"])
+    frame = diagnosis.to_pandas()
+    diagnosis.to_csv(tmp_path / "all.csv")
+    assert len(frame) == len(diagnosis.records)
+    assert list(frame.columns) == list(pandas.read_csv(tmp_path / "all.csv").columns)
+    chosen = frame[(frame.measure == "mean share") & (frame.position == "ffn.sum")]
+    expected = diagnosis.select("mean share", position="ffn.sum")
+    assert chosen.value.tolist() == [record.value for record in expected]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"expected pandas .* pip install 'wellposed\[pandas\]', or use"):
+        diagnosis.to_pandas()

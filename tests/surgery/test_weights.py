@@ -206,6 +206,77 @@ def test_compiled_and_exported(edit) -> None:
     torch.testing.assert_close(program(x), model(x), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
+@each_edit
+@families("timm vit", "hf vit", "torchvision vit")
+def test_runs_in_onnxruntime(case: Case, edit, tmp_path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model, x = case.model(), case.input()
+    edit(model)
+    expected = output(model, x).detach()
+    program = Tensors(model)
+    torch.onnx.export(program, (x,), tmp_path / "model.onnx", dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(got), expected, rtol=1e-3, atol=1e-4)
+
+
+class Tensors(nn.Module):
+    """A model of any library as a map from tensor to tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.train(model.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return output(self.model, x)
+
+
+@each_edit
+def test_moves_with_the_model_and_runs_in_half_precision(edit) -> None:
+    model, x = BY_NAME["timm vit"].model(), BY_NAME["timm vit"].input()
+    edit(model)
+    exact = output(model, x)
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    assert {each.dtype for each in (*half.parameters(), *half.buffers())} == {torch.bfloat16}
+    assert output(half, x.bfloat16()).isfinite().all()
+    back = copy.deepcopy(model).double().float()
+    assert torch.equal(output(back, x), exact)
+    model.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = output(model, x).float().square().mean()
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@each_edit
+def test_in_distributed_data_parallel(edit, tmp_path) -> None:
+    """The same gradients, of what is learned too, and buffers that it may broadcast."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, x = vit().train(), BY_NAME["timm vit"].input(dtype=torch.float64)
+        edit(model)
+        alone = copy.deepcopy(model)
+        replicated = nn.parallel.DistributedDataParallel(model)
+        for each in (replicated, alone):
+            for _ in range(2):
+                each.zero_grad()
+                each(x).square().sum().backward()
+        for (name, a), b in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, msg=name)
+        assert all(map(torch.equal, model.buffers(), alone.buffers()))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_projections_as_distilbert_names_them() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DistilBertConfig(dim=16, n_layers=1, n_heads=2, hidden_dim=32, vocab_size=20)
+    made = wp.condition_weights(transformers.DistilBertModel(config), strength=1.0)
+    assert {edit.module.rpartition(".")[2] for edit in made} == {"q_lin", "k_lin", "v_lin"}
+
+
 def test_both_edits_of_a_layer_and_others_around_it() -> None:
     """An operation before the layer, which marks its class, and an edit of its weight, in either order."""
     x = BY_NAME["timm vit"].input(dtype=torch.float64)
@@ -309,20 +380,48 @@ def of_head(weight: torch.Tensor, head: int, heads: int) -> torch.Tensor:
     return weight.chunk(heads)[head]
 
 
-def test_mimetic_products() -> None:
-    model = timm.create_model("vit_tiny_patch16_224", depth=1).double()
-    wp.initialise(model, "mimetic", seed=0)
+def noisy_identity(generator: torch.Generator, alpha: float, beta: float, width: int) -> torch.Tensor:
+    noise = torch.randn(width, width, generator=generator, dtype=torch.float64)
+    return alpha * noise / width**0.5 + beta * torch.eye(width, dtype=torch.float64)
+
+
+def of_rank(matrix: torch.Tensor, rank: int) -> torch.Tensor:
+    """The best approximation of a rank, term by term."""
+    U, S, Vh = torch.linalg.svd(matrix)
+    return sum(S[i] * torch.outer(U[:, i], Vh[i]) for i in range(rank))
+
+
+@pytest.mark.parametrize(("scheme", "alpha", "beta"), [("mimetic", 0.7, 0.7), ("skipless", 2.0, 0.6)])
+def test_queries_and_keys_are_the_papers(scheme: str, alpha: float, beta: float) -> None:
+    """W_Q W_K^T of each head is alpha Z + beta I to its rank, with Z the draws of the seed in turn."""
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=48, num_heads=3).double()
+    wp.initialise(model, scheme, seed=5)
     attention = model.blocks[0].attn
     q, k, v = attention.qkv.weight.chunk(3)
-    product = v.mT @ attention.proj.weight.mT
-    noise = product + 0.4 * torch.eye(192, dtype=torch.float64)
-    assert noise.std().item() == pytest.approx(0.4 / 192**0.5, rel=0.02)
+    generator = torch.Generator().manual_seed(5)
     for head in range(3):
+        wanted = of_rank(noisy_identity(generator, alpha, beta, 48), 16)
         core = of_head(q, head, 3).mT @ of_head(k, head, 3)
-        assert torch.linalg.matrix_rank(core) == 64
-        # The trace is that of the identity's part, as far as rank 64 of 192 can have it.
-        assert core.trace() / 192 > 0.3
+        torch.testing.assert_close(core, wanted, rtol=1e-9, atol=1e-9)
+    if scheme == "mimetic":  # W_V W_O = alpha Z - beta I, over all heads
+        wanted = noisy_identity(generator, 0.4, -0.4, 48)
+        torch.testing.assert_close(v.mT @ attention.proj.weight.mT, wanted, rtol=1e-9, atol=1e-9)
+    else:  # c U and c V^T of the singular vectors of a Gaussian matrix
+        U, _, Vh = torch.linalg.svd(torch.randn(48, 48, generator=generator, dtype=torch.float64))
+        torch.testing.assert_close(v.mT, 3 * U, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(attention.proj.weight.mT, 3 * Vh, rtol=1e-9, atol=1e-9)
     assert not attention.qkv.bias.any()
+    assert not attention.proj.bias.any()
+
+
+def test_the_papers_constants_can_be_given() -> None:
+    """Those of a ViT-S: with one head nothing is cut off, and W_Q W_K^T is alpha Z + beta I itself."""
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=48, num_heads=1).double()
+    wp.initialise(model, "skipless", seed=5, alpha=1.8, beta=1.0, c=2.0)
+    q, k, v = model.blocks[0].attn.qkv.weight.chunk(3)
+    wanted = noisy_identity(torch.Generator().manual_seed(5), 1.8, 1.0, 48)
+    torch.testing.assert_close(q.mT @ k, wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(v @ v.mT, 4 * torch.eye(48, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
 def test_skipless_products_have_equal_singular_values() -> None:
@@ -387,6 +486,35 @@ def test_initialised_or_refused(case: Case, scheme: str) -> None:
         assert wp.initialise(model, scheme, seed=0)
         assert output(model, x).isfinite().all()
         assert not torch.equal(output(model, x), before)
+
+
+def test_one_block_that_cannot_leaves_all_as_they_were() -> None:
+    model = vit()
+    model.blocks[1].attn.proj = nn.Linear(32, 32 * 2).double()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(NoMeaningError, match=r"must have the tokens' channels, .*\(64, 32\)"):
+        wp.initialise(model, "skipless", seed=0, blocks=[0, 1])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_biases_beside_the_layer_become_zero_too() -> None:
+    model = BY_NAME["timm beit"].model()
+    attention = model.blocks[0].attn
+    nn.init.ones_(attention.q_bias)
+    wp.initialise(model, "mimetic", seed=0)
+    assert not attention.q_bias.any()
+
+
+@pytest.mark.parametrize("scheme", ["torch", "timm", "xavier"])
+def test_the_laws_of_linear_layers(scheme: str) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=1)
+    wp.initialise(model, scheme, seed=0)
+    layer = model.blocks[0].mlp.fc1  # 768 x 192
+    bound = {"torch": 192**-0.5, "xavier": (6 / (768 + 192)) ** 0.5, "timm": 2.0}[scheme]
+    deviation = 0.02 if scheme == "timm" else bound / 3**0.5
+    assert layer.weight.abs().max().item() <= bound
+    assert layer.weight.std().item() == pytest.approx(deviation, rel=0.01)
+    assert bool(layer.bias.any()) == (scheme == "torch")
 
 
 def test_an_edited_model_is_not_drawn_again() -> None:

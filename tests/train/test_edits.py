@@ -1,5 +1,7 @@
 """The edits of a recipe: calls of wellposed's functions, and the fields that older recipes had for them."""
 
+import copy
+import dataclasses
 import inspect
 import signal
 import tomllib
@@ -7,14 +9,18 @@ from typing import get_args, get_type_hints
 
 import pytest
 import timm
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import wellposed as wp
 from short_runs import TINY, assert_bitwise, run, signal_at, weights
 from wellposed.calls import ARGUMENTS, CHOICES
 from wellposed.cli import app
+from wellposed.run_records import read_run
 from wellposed.train import Recipe, open_run
 from wellposed.train.edits import apply_edits, calls, parsed
+from wellposed.train.model import build_model
 
 NOT_OF_A_RECIPE = {"model", "example"}
 
@@ -173,3 +179,40 @@ def test_a_floor_that_is_given_stays(tmp_path) -> None:
     run(tmp_path, edits=["gray_tokens eps=0.7 floor=0.01"], epochs=1)
     model = open_run(tmp_path, device="cpu").model("last")
     assert wp.edits(model)[0].settings["floor"] == 0.01
+
+
+@pytest.mark.parametrize("strength", ["3", "exact"])
+def test_edits_of_weights_are_trained_kept_and_opened_again(tmp_path, strength) -> None:
+    edits = [f"condition_weights which=qv strength={strength}", "normalise_spectrum which=ffn init=identity"]
+    run(tmp_path, edits=edits, epochs=1)
+    opened = open_run(tmp_path)
+    model = opened.model("last")
+    assert {edit.kind for edit in wp.edits(model)} == {"condition_weights", "normalise_spectrum"}
+    saved = load_file(tmp_path / "last" / "model.safetensors")
+    state = model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in saved.items())
+    assert saved.keys() == state.keys()
+    assert any(name.endswith("weight_edit.correction") for name in saved) == (strength == "exact")
+    gamma = saved["blocks.0.mlp.fc1.weight_edit.gamma"]
+    # Trained, from the largest singular value of the weight at the start.
+    plain = dataclasses.replace(opened.recipe, edits=())
+    start = build_model(plain, classes=10, channels=1).model.blocks[0].mlp.fc1.weight
+    assert abs(gamma.item() - torch.linalg.matrix_norm(start, 2).item()) > 1e-6
+    folded = copy.deepcopy(model)
+    wp.fold(folded)
+    x = torch.randn(2, 1, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(folded(x), model(x), rtol=1e-5, atol=1e-5)
+    assert "condition_weights" not in str(wp.edits(folded))
+
+
+def test_alarms_are_in_the_records_of_a_run(tmp_path) -> None:
+    run(tmp_path, edits=["remove_skips which=attention"], monitor_every=2, epochs=1)
+    lines = read_run(tmp_path)
+    alarms = [line for line in lines if line["event"] == "alarm" and line["name"] == "rank collapse"]
+    assert alarms
+    assert alarms[0]["blocks"] == [0, 1]
+    assert alarms[0]["evidence"].startswith("from block 0 on")
+    assert "wp.initialise(model, 'skipless')" in alarms[0]["remedy"]
+    (at,) = (line for line in lines if line["event"] == "monitor" and line["update"] == alarms[0]["update"])
+    assert at["alarm/rank_collapse"] == 2

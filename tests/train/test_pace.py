@@ -22,7 +22,7 @@ class Clock:
         self.now, self.cost = 0.0, cost
         monkeypatch.setattr("wellposed.train.loop.time.monotonic", lambda: self.now)
 
-    def measure(self) -> dict[str, float]:
+    def measure(self, step: int | None = None) -> dict[str, float]:
         self.now += self.cost
         return {}
 

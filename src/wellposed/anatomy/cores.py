@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_iter
 
 from wellposed.anatomy.flow import PRODUCTS, VIEWS
 from wellposed.anatomy.masks import FUSED, MULTI_HEAD
+from wellposed.anatomy.trace import removing, without_fast_path
 from wellposed.linalg.precision import full_float32, without_autocast
 
 HIDDEN = 1e4
@@ -122,31 +123,14 @@ def watching_cores(block: nn.Module) -> Iterator[Seen]:
     """Inside, a run of the block shows its attentions and the results of its modules."""
     watch = _Watch()
     handles: list[Any] = []
-    fast = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
+    with removing(handles):
         for path, module in block.named_modules():
             handles.append(module.register_forward_pre_hook(watch.enter, with_kwargs=True))
-            leave = _Leave(watch, path)
+            leave = functools.partial(watch.leave, path)
             handles.append(module.register_forward_hook(leave, always_call=True))
-        with watch:
+        with without_fast_path(), watch:
             yield watch.seen
-        for core in watch.open_cores:
-            if core.value is not None:
-                watch.seen.cores.append(core)
-    finally:
-        for handle in handles:
-            handle.remove()
-        torch.backends.mha.set_fastpath_enabled(fast)
-
-
-@dataclass
-class _Leave:
-    watch: "_Watch"
-    path: str
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.watch.leave(self.path, module, output)
+        watch.seen.cores += [core for core in watch.open_cores if core.value is not None]
 
 
 class _Watch(TorchFunctionMode):
@@ -165,7 +149,7 @@ class _Watch(TorchFunctionMode):
         self._stack.append(id(module))
         self._given.append(given)
 
-    def leave(self, path: str, module: nn.Module, output: Any) -> None:
+    def leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         if not self._stack:
             return
         self._stack.pop()
@@ -377,9 +361,9 @@ class Reach:
         made_of = [self.result, *self.given]
         if self.core.query is not None:
             query = self.core.query if axis is None else self.core.query.select(axis, index)
-            return _reaching(query, made_of)
+            return reaching(query, made_of)
         one, other = self._two_rows(axis, index)
-        pairs = zip(_reaching(one, made_of), _reaching(other, made_of), strict=True)
+        pairs = zip(reaching(one, made_of), reaching(other, made_of), strict=True)
         # Keys reach both rows. In causal attention the second one sees all keys of the first.
         return [a & ~b for a, b in pairs]
 
@@ -394,13 +378,13 @@ class Reach:
         reached = torch.zeros_like(self.result, dtype=torch.bool)
         for made in (self.core.key, self.core.value):
             if made is not None:
-                reached |= _reaching(made, [self.result])[0]
+                reached |= reaching(made, [self.result])[0]
         if self.core.logits is not None:
             for axis in range(self.core.logits.ndim - 2):
                 count = self.core.logits.shape[axis]
                 # Of many windows some: what is found is proven by a run.
                 for index in range(0, count, max(count // _FEW, 1)):
-                    one, other = (_reaching(x, [self.result])[0] for x in self._two_rows(axis, index))
+                    one, other = (reaching(x, [self.result])[0] for x in self._two_rows(axis, index))
                     reached |= one & other
         return reached
 
@@ -411,7 +395,7 @@ class Reach:
         return -1 if along == self.result.ndim - 1 else along
 
 
-def _reaching(made: Tensor, of: list[Tensor]) -> list[Tensor]:
+def reaching(made: Tensor, of: list[Tensor]) -> list[Tensor]:
     """Which numbers of some tensors another one was made of."""
     if not made.requires_grad:
         return [torch.zeros_like(x, dtype=torch.bool) for x in of]

@@ -82,6 +82,11 @@ def given_example(model: nn.Module, given: Any) -> Example:
     )
 
 
+def examples_of(model: nn.Module, given: Any = None) -> list[tuple[str, nn.Module, Example]]:
+    """What a caller gave for the whole model, or what can be made of it."""
+    return made_examples(model) if given is None else [("", model, given_example(model, given))]
+
+
 def made_examples(model: nn.Module) -> list[tuple[str, nn.Module, Example]]:
     """Examples for a model, or for the outermost parts of it that say what they take."""
     found: list[tuple[str, nn.Module, Example]] = []

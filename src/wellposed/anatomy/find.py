@@ -71,7 +71,7 @@ def find_blocks(model: nn.Module, flow: Flow, batch: int = 1) -> list[Found]:
     splitters: dict[int, nn.Module] = {}
     groups = [
         group
-        for group in _grouped(main, kinds)
+        for group in _grouped(flow, main, kinds)
         if (_is_more_than_local(group, kinds) if attends else _is_no_plain_convolution(flow, group))
     ]
     for group in _common_ends([_read(flow, one, attends, batch) for one in groups]):
@@ -88,6 +88,17 @@ def find_blocks(model: nn.Module, flow: Flow, batch: int = 1) -> list[Found]:
         if set(row.roles) != {"local"}:
             found.append(Found(name, module, row, splitters.get(id(module))))
     return found
+
+
+def seen_instead(flow: Flow) -> str:
+    """What a run without blocks has shown."""
+    if flow.residuals:
+        owners = {type(_owner_call(residual).module).__name__ for residual in flow.residuals}
+        return f"skips in {', '.join(sorted(owners))} around convolutions, none around attention or an MLP"
+    owners = {type(op.call.module).__name__ for op in flow.trace.ops if op.spot and op.call}
+    if owners:
+        return f"adds in {', '.join(sorted(owners))}, none of a tensor and what layers have made of it"
+    return "no add of tensors"
 
 
 def _is_more_than_local(group: _Group, kinds: dict[int, Kind]) -> bool:
@@ -129,7 +140,7 @@ def _owner_call(residual: Residual) -> Call:
     return call
 
 
-def _grouped(main: list[Residual], kinds: dict[int, Kind]) -> list[_Group]:
+def _grouped(flow: Flow, main: list[Residual], kinds: dict[int, Kind]) -> list[_Group]:
     """Blocks, each with its joins; what belongs to none stays a block of its own."""
     groups: dict[int, _Group] = {}
     for residual in main:
@@ -137,10 +148,14 @@ def _grouped(main: list[Residual], kinds: dict[int, Kind]) -> list[_Group]:
         groups.setdefault(id(call), _Group(call)).residuals.append(residual)
     blocks = {key: group for key, group in groups.items() if _is_complete(group.residuals, kinds)}
     rest = [group for key, group in groups.items() if key not in blocks]
-    arounds = [(type(group.call.module), _around(group, main, kinds)) for group in rest]
-    alone = {cls for cls, around in arounds if around is None}  # a stage of two such layers is no block
-    for cls, around in arounds:
-        if cls in alone or around is None:
+    stages = {  # of which some hold several layers: no blocks, those of one layer neither
+        type(call.module)
+        for call in flow.trace.calls
+        if _repeats([r for r in main if call.holds(r.op.index)], kinds)
+    }
+    for group in rest:
+        around = _around(group, main, kinds)
+        if around is None or type(around.module) in stages:
             continue
         if not any(around.within(block.call) for block in blocks.values()):
             blocks[id(around)] = _Group(around, [r for r in main if around.holds(r.op.index)])
@@ -182,8 +197,13 @@ def _is_complete(residuals: Iterable[Residual], kinds: dict[int, Kind]) -> bool:
 
 
 def _each_once(residuals: list[Residual], kinds: dict[int, Kind]) -> bool:
-    there = [kinds[id(r)] for r in residuals]
-    return all(there.count(kind) == 1 for kind in there if kind != "spatial") and "attention" in there
+    return not _repeats(residuals, kinds) and any(kinds[id(r)] == "attention" for r in residuals)
+
+
+def _repeats(residuals: Iterable[Residual], kinds: dict[int, Kind]) -> bool:
+    """Whether some joins are those of several blocks: two of them attend, or two are FFNs."""
+    there = [kinds[id(r)] for r in residuals if kinds[id(r)] != "spatial"]
+    return len(set(there)) < len(there)
 
 
 def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from wellposed.anatomy.example import LIBRARIES, given_example, made_examples
+from wellposed.anatomy.example import LIBRARIES, examples_of
 from wellposed.anatomy.find import refused_row
 from wellposed.anatomy.loops import encoder_of
 from wellposed.anatomy.places import IN_PIECES
@@ -26,7 +26,7 @@ from wellposed.anatomy.proof import (
 )
 from wellposed.anatomy.rows import BlockRow, EmbeddingRow, Layout, Position, Side, Tap
 from wellposed.anatomy.subclass import inner
-from wellposed.anatomy.table import block_row, embedding_row, timm_twin, unknown_model
+from wellposed.anatomy.table import GIVE_EXAMPLE, block_row, embedding_row, timm_twin, unknown_model
 from wellposed.errors import SeamError, UnknownModelError, WrappedModelError
 
 BlockSelection = int | slice | Iterable[int] | None
@@ -64,7 +64,7 @@ class Block:
                 return join_names(self.name, name), child
         place = self.place("attention.end")
         if isinstance(place, str):
-            raise ValueError(f"{self.name} has no attention: {place}.")
+            raise ValueError(f"{self.name} has no module that is its attention: {place}.")
         return place.name, place.owner
 
     def _layout(self) -> Layout:
@@ -118,25 +118,26 @@ def blocks(model: nn.Module, example: Any = None) -> list[Block]:
     Raises :class:`~wellposed.errors.UnknownModelError` where there is none.
     """
     rows, unknown = _known(model, ran=example is not None)
-    trouble = ""
+    seen = "No run would show one: its classes are torch's own, or were seen to add no skips."
     if unknown:
         if any(parameter.is_meta for parameter in model.parameters()):
             _refuse_meta(model, rows, unknown)
         else:
-            rows, trouble = _found(model, example, rows)
+            rows, seen = _found(model, example, rows)
     if not rows:
-        raise unknown_model(model, trouble)
+        raise unknown_model(model, seen)
     return [Block(index, *found) for index, found in enumerate(rows)]
 
 
 def refusal(found: list[Block]) -> SeamError:
     """The error for blocks that were seen and can be neither edited nor measured."""
     reasons = {type(block.module): block.row.refused for block in found}
-    said = "; ".join(f"{cls.__name__}{version_of(cls)}: {reason}" for cls, reason in reasons.items())
+    said = "; ".join(f"{cls.__name__}{version_of(cls)}: {why.rstrip('.')}" for cls, why in reasons.items())
+    other = ", or install a version that is tested" if any(map(version_of, reasons)) else ""
     return SeamError(
         f"{found[0].name}{f' and {len(found) - 1} more' if len(found) > 1 else ''} cannot be edited. {said}. "
-        f"Describe {' and '.join(cls.__name__ for cls in reasons)} with wellposed.anatomy.teach, or install "
-        f"a version that is tested. {timm_twin(type(found[0].module))}".rstrip()
+        f"Describe {' and '.join(cls.__name__ for cls in reasons)} with wellposed.anatomy.teach{other}. "
+        f"{timm_twin(type(found[0].module))}".rstrip()
     )
 
 
@@ -159,6 +160,8 @@ def _known(model: nn.Module, *, ran: bool = False) -> tuple[_Rows, list[nn.Modul
     for name, module in model.named_modules():
         remember_loops(module)
         row = block_row(module) or proven_row(module)
+        if row is not None and any(_shares_joins(outer, name, module) for outer in rows):
+            row = None  # a part of a block, which is a block itself where it stands alone
         around = next((part for part in splitters if name.startswith(part)), None)
         if row is not None and around is not None:
             why = splitters[around] or row.refused
@@ -177,6 +180,15 @@ def _known(model: nn.Module, *, ran: bool = False) -> tuple[_Rows, list[nn.Modul
     return rows, [m for m in unknown if encoder_of(m) is not None or not is_quiet(m, ran=ran)]
 
 
+def _shares_joins(outer: tuple[str, nn.Module, BlockRow], name: str, module: nn.Module) -> bool:
+    """Whether a module holds joins of a block around it."""
+    outer_name, block, row = outer
+    if outer_name and not name.startswith(f"{outer_name}."):
+        return False
+    owners = {id(block.get_submodule(add.site.path)) for add in row.adds if add.site}
+    return any(id(part) in owners for part in module.modules())
+
+
 def _refuse_meta(model: nn.Module, known: _Rows, unknown: list[nn.Module]) -> None:
     """Raise where a model without data has parts that only a run could tell of.
 
@@ -186,24 +198,26 @@ def _refuse_meta(model: nn.Module, known: _Rows, unknown: list[nn.Module]) -> No
     doubtful = {cls for cls in classes if cls.__module__.partition(".")[0] in LIBRARIES}
     if not known or doubtful:
         names = ", ".join(sorted(f"{cls.__name__}{version_of(cls)}" for cls in doubtful or classes))
-        raise UnknownModelError(
-            f"{type(model).__name__} is on the meta device, where it cannot be run to find its blocks, and "
-            f"holds what is not known without a run: {names}. Edit it on another device, or edit a small "
-            "model of the same classes first: what was found is kept for this process."
-        )
+        raise _not_on_meta(model, f"blocks, and holds what is not known without a run: {names}")
+
+
+def _not_on_meta(model: nn.Module, what: str) -> UnknownModelError:
+    return UnknownModelError(
+        f"{type(model).__name__} is on the meta device, where it cannot be run to find its {what}. Edit it "
+        "on another device, or edit a small model of the same classes first: what was found is kept for this "
+        "process."
+    )
 
 
 def _found(model: nn.Module, example: Any, known: _Rows) -> tuple[_Rows, str]:
-    """The blocks after a run of the model, and what went wrong with it, if it could not be run."""
-    if example is not None:
-        runs = [("", model, given_example(model, example))]
-    else:
-        runs = made_examples(model)
+    """The blocks after a run of the model, and for an error what it has shown, or why there was none."""
+    runs = examples_of(model, example)
     if not runs:
-        return known, ""
+        return known, GIVE_EXAMPLE
+    seen = []
     for _, part, one in runs:
         try:
-            prove(part, one)
+            seen.append(f"A run of {type(part).__name__} showed {prove(part, one)}.")
         except SeamError:
             raise
         except Exception as error:
@@ -216,8 +230,8 @@ def _found(model: nn.Module, example: Any, known: _Rows) -> tuple[_Rows, str]:
                     f"{len(known)} blocks of {type(model).__name__} are known, but not whether there are "
                     f"others: {trouble}\nGive an input of the model as example=."
                 ) from error
-            return known, trouble
-    return _known(model)[0], ""
+            return known, f"{trouble}\n{GIVE_EXAMPLE}"
+    return _known(model)[0], "\n".join(seen)
 
 
 def plain_numbers(given: int | Iterable[int]) -> int | list[int]:
@@ -266,16 +280,16 @@ def no_attention(block: Block) -> str:
 
 
 def embeddings(model: nn.Module, example: Any = None) -> list[Embedding]:
-    """The patch embeddings of a model. Raises where there is none that the table knows."""
+    """The patch embeddings of a model. Raises where a run shows none."""
     blocks(model, example)  # an unknown model gets the error about models
     found = _taught_embeddings(model) or _proven_embeddings(model)
     if not found:
         # Its blocks were known, so that it was not run yet.
-        for _, part, one in made_examples(model) if example is None else []:
+        for _, part, one in examples_of(model, example):
             prove(part, one)
-        if example is not None:
-            prove(model, given_example(model, example))
         found = _proven_embeddings(model)
+    if not found and any(parameter.is_meta for parameter in model.parameters()):
+        raise _not_on_meta(model, "patch embedding")
     if not found:
         raise ValueError(
             f"found no patch embedding that wellposed knows in {type(model).__name__}; "

@@ -4,6 +4,8 @@ The tokens are what comes out of the largest module around the first convolution
 nothing else: it holds no block, and adds no positions and puts no class token in front.
 """
 
+import math
+
 from torch import nn
 
 from wellposed.anatomy.flow import FUSED, Flow, Residual
@@ -50,13 +52,9 @@ def tokens_in(shape: tuple[int, ...], layout: Layout) -> int:
         case "LNC":
             return shape[0]
         case "NCHW":
-            sizes = shape[2:]
+            return math.prod(shape[2:])
         case _:
-            sizes = shape[1:-1]
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
+            return math.prod(shape[1:-1])
 
 
 class Places:

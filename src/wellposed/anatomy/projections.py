@@ -21,9 +21,20 @@ PROJECTIONS: tuple[dict[str, str], ...] = (
     {"q": "query", "k": "key", "v": "value"},
     {"q": "attention.query", "k": "attention.key", "v": "attention.value"},
     {"q": "self.query", "k": "self.key", "v": "self.value"},
+    {"q": "q_lin", "k": "k_lin", "v": "v_lin"},
+    {"q": "to_q", "k": "to_k", "v": "to_v"},
+    {"q": "wq", "k": "wk", "v": "wv"},
+    {"q": "to_q", "kv": "to_kv"},
+    {"qkv": "to_qkv"},
+    {"qkv": "attention.qkv"},
+    {"qkv": "c_attn"},
 )
-OUTPUTS = ("proj", "o_proj", "out_proj", "output.dense")
-HEAD_COUNTS = ("num_heads", "num_attention_heads")
+OUTPUTS = (
+    *("proj", "o_proj", "out_proj", "output.dense", "out_lin"),
+    *("to_out", "to_out.0", "wo", "dense", "c_proj"),
+)
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "h")
+"""What modules call the number of their heads."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +45,13 @@ class ProjectionLayer:
         name: of the layer in the model.
         layer: it may be wrapped by an adapter.
         parameter: the name of its weight.
-        packed: which of q, k and v the weight makes, in its order.
-        axis: of its outputs, along which they are packed.
+        packed: which of q, k and v the rows of the weight make, in their order.
     """
 
     name: str
     layer: nn.Module
     parameter: str
     packed: str
-    axis: int = 0
 
     @property
     def weight(self) -> Tensor:
@@ -64,7 +73,7 @@ def projection_layers(name: str, attention: nn.Module) -> list[ProjectionLayer] 
                 if layer is not None
             ]
     linears = [path for path, child in attention.named_modules() if path and isinstance(child, nn.Linear)]
-    known = " or ".join("(" + ", ".join(pattern.values()) + ")" for pattern in PROJECTIONS)
+    known = " or ".join("(" + ", ".join(pattern.values()) + ")" for pattern in PROJECTIONS[:4])
     there = "the linear layers " + ", ".join(linears) if linears else "no linear layer"
     return (
         f"expected the projections {known} in {name} ({type(attention).__name__}), found {there} in it; name "

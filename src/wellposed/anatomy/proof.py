@@ -25,12 +25,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from wellposed.anatomy.example import Example, eagerly, preserved
-from wellposed.anatomy.find import Found, add_places, find_blocks, refused_row
+from wellposed.anatomy.find import Found, add_places, find_blocks, refused_row, seen_instead
 from wellposed.anatomy.flow import Flow
 from wellposed.anatomy.loops import Loop, encoder_of, loop_at, looped_class, open_loops, opened, remember
 from wellposed.anatomy.places import find_embeddings
 from wellposed.anatomy.rows import Add, BlockRow, EmbeddingRow, Position, Site, Tap
-from wellposed.anatomy.seam import block_joins, close_seam, is_seamed, join_name, joins, open_seam
+from wellposed.anatomy.seam import block_joins, is_seamed, join_name, joins, opened_seams
 from wellposed.anatomy.source import wrapped_functions
 from wellposed.anatomy.subclass import (
     PackedQueryAttention,
@@ -39,7 +39,7 @@ from wellposed.anatomy.subclass import (
     own_class_of,
     set_class,
 )
-from wellposed.anatomy.trace import trace, without_fast_path
+from wellposed.anatomy.trace import removing, trace, without_fast_path
 from wellposed.errors import SeamError
 
 INSERTED = ("inserted_before", "inserted_after", "inserted_query")
@@ -172,10 +172,13 @@ def is_quiet(module: nn.Module, *, ran: bool) -> bool:
     return not _may_add(cls) or _class_key(cls) in known
 
 
-def prove(model: nn.Module, example: Example) -> list[Found]:
+def prove(model: nn.Module, example: Example) -> str:
     """Find the blocks of a model in a run of it, prove them in a second one, and remember them.
 
     Where skips are added in the loop of an encoder, a run more shows its layers one by one.
+
+    Returns:
+        What was seen, for an error.
     """
     with preserved(model), eagerly(), as_built(model), torch.inference_mode(False):
         model.eval()
@@ -190,7 +193,7 @@ def prove(model: nn.Module, example: Example) -> list[Found]:
             proofs().loops[_class_key(own_class(encoder))] = loops
             remember(encoder, loops)
         _remember(model, example, flow, found)
-    return found
+    return f"{len(found)} blocks" if found else seen_instead(flow)
 
 
 def _looped(flow: Flow) -> list[tuple[nn.Module, tuple[Loop, ...]]]:
@@ -273,15 +276,12 @@ def _streams(model: nn.Module, found: list[Found], example: Example) -> list[Ten
     def see(module: nn.Module, args: Any, kwargs: Any, place: int = 0) -> None:
         seen.setdefault(id(module), [*args, *kwargs.values()][place].detach().clone())
 
-    try:
+    with removing(handles):
         for block in found:
             hook = functools.partial(see, place=block.row.stream)
             handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
         with torch.no_grad(), without_fast_path():
             example.run(model)
-    finally:
-        for handle in handles:
-            handle.remove()
     return [seen.get(id(block.module)) for block in found]
 
 
@@ -297,11 +297,8 @@ def _run_seamed(model: nn.Module, found: list[Found], example: Example, expected
     """Run the model with its adds as joins and count these. Raises where the output is another one."""
     counts = {block.name: 0 for block in found}
     handles: list[Any] = []
-    opened: list[Found] = []
-    try:
+    with opened_seams([(block.module, block.row) for block in found]), removing(handles):
         for block in found:
-            open_seam(block.module, block.row)
-            opened.append(block)
 
             def count(*args: Any, name: str = block.name) -> None:
                 counts[name] += 1
@@ -309,11 +306,6 @@ def _run_seamed(model: nn.Module, found: list[Found], example: Example, expected
             handles += [j.register_forward_hook(count) for j in block_joins(block.module, block.row)]
         with torch.no_grad(), without_fast_path():
             output = example.run(model)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for block in opened:
-            close_seam(block.module, block.row)
     pairs = zip(_tensors(output), _tensors(expected), strict=True)
     if not all(torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs):
         raise SeamError(
@@ -410,8 +402,11 @@ def block_signature(block: nn.Module) -> str:
 
 
 def _shallow_signature(module: nn.Module) -> str:
-    """Of a whole model: its class and settings, and the classes of what it is made of."""
-    children = [(name, own_class(child).__qualname__) for name, child in module.named_children()]
+    """Of a whole model: its class, and the classes and settings of what it is made of."""
+    children = [
+        (name, own_class(child).__qualname__, _may_add(own_class(child)) and _settings(child))
+        for name, child in module.named_children()
+    ]
     text = repr((_class_key(own_class(module)), children))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 

@@ -9,6 +9,7 @@ that is zero at initialisation would not be seen.
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -29,12 +30,15 @@ from wellposed.anatomy.cores import (
     Heads,
     Reach,
     Seen,
+    at_least_float32,
     watching_cores,
 )
-from wellposed.anatomy.example import LIBRARIES, Example, eagerly, given_example, made_examples, preserved
+from wellposed.anatomy.example import LIBRARIES, Example, eagerly, examples_of, preserved
 from wellposed.anatomy.loops import close_loop, encoder_of, open_loop
 from wellposed.anatomy.model import Block
+from wellposed.anatomy.projections import HEAD_COUNTS
 from wellposed.anatomy.proof import as_built, block_signature, own_class, proofs
+from wellposed.anatomy.trace import removing
 from wellposed.interrupts import let_through
 
 BIASED = (
@@ -45,8 +49,6 @@ CLASS = "the class token alone attends there, the edit is of attention among all
 NO_CORE = f"no softmax over tokens and product with values was seen in it; {INSTEAD}"
 _GIVE_EXAMPLE = "it takes a run of the model to find its query: give an input as example="
 _META = "it is on the meta device, where no run can find its query; edit it on another device"
-HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "h")
-"""What modules call the number of their heads."""
 
 
 @dataclass(frozen=True)
@@ -88,28 +90,41 @@ def known_query(block: nn.Module) -> FoundQuery | str | None:
 
 def _proven_by_runs(model: nn.Module, missing: list[Block], example: Any) -> str:
     """Find the queries of some blocks and remember them. Returns why there was no run, if there was none."""
+
+    def remember(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        row = _row(block, args, kwargs)
+        if is_of_library(block.module):
+            proofs().queries[kind_key(block)] = row
+        else:
+            _OF_OWN[block.module] = row
+
+    if not see_calls(model, missing, example, remember):
+        return ""
+    return _META if any(parameter.is_meta for parameter in model.parameters()) else _GIVE_EXAMPLE
+
+
+def see_calls(
+    model: nn.Module, wanted: list[Block], example: Any, see: Callable[[Block, Any, dict[str, Any]], None]
+) -> bool:
+    """Run the model up to the first block of each kind and show its arguments.
+
+    Returns whether there was no run, as the model is on the meta device or there is no example.
+    """
     if any(parameter.is_meta for parameter in model.parameters()):
-        return _META
-    if example is not None:
-        runs = [("", model, given_example(model, example))]
-    else:
-        runs = made_examples(model)
+        return True
+    runs = examples_of(model, example)
     if not runs:
-        return _GIVE_EXAMPLE
+        return True
     with preserved(model), eagerly(), as_built(model), torch.inference_mode(False), torch.no_grad():
         model.eval()
-        for block in missing:
+        for block in wanted:
             open_loop(block.module)
         for _, part, one in runs:
-            for block, args, kwargs in _calls(part, {_key(block): block for block in missing}, one):
-                row = _row(block, args, kwargs)
-                if is_of_library(block.module):
-                    proofs().queries[_key(block)] = row
-                else:
-                    _OF_OWN[block.module] = row
-        for block in missing:
+            for block, args, kwargs in _calls(part, {kind_key(block): block for block in wanted}, one):
+                see(block, args, kwargs)
+        for block in wanted:
             close_loop(block.module)
-    return ""
+    return False
 
 
 def is_of_library(block: nn.Module) -> bool:
@@ -118,7 +133,7 @@ def is_of_library(block: nn.Module) -> bool:
     return own_class(block).__module__.partition(".")[0] in (*LIBRARIES, "torch")
 
 
-def _key(block: Block) -> str:
+def kind_key(block: Block) -> str:
     """One for all blocks of a kind; of one's own blocks each has its own."""
     return _kind(block.module) if is_of_library(block.module) else block.name
 
@@ -161,7 +176,7 @@ def _run_up_to(
 ) -> None:
     """Show the arguments of some blocks until ``see`` has seen enough."""
     handles: list[Any] = []
-    try:
+    with suppress(_ReachedAllError), removing(handles):
         for key, block in wanted.items():
 
             def hook(_: Any, args: Any, kwargs: Any, key: str = key) -> None:
@@ -170,11 +185,6 @@ def _run_up_to(
 
             handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
         example.run(model)
-    except _ReachedAllError:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _with_learned_noise(model: nn.Module, calls: list[_Call], example: Example) -> list[_Call]:
@@ -182,7 +192,7 @@ def _with_learned_noise(model: nn.Module, calls: list[_Call], example: Example) 
 
     A mask that hides nothing is zero too, but made of no parameter.
     """
-    zero = {_key(block): block for block, *given in calls if any(map(_is_zero, tree_leaves(given)))}
+    zero = {kind_key(block): block for block, *given in calls if any(map(_is_zero, tree_leaves(given)))}
     if not zero:
         return calls
     learned: dict[str, list[bool]] = {}
@@ -202,7 +212,7 @@ def _with_learned_noise(model: nn.Module, calls: list[_Call], example: Example) 
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-    return [(block, *_noised(args, kwargs, learned.get(_key(block)))) for block, args, kwargs in calls]
+    return [(block, *_noised(args, kwargs, learned.get(kind_key(block)))) for block, args, kwargs in calls]
 
 
 def _noised(args: Any, kwargs: Any, learned: list[bool] | None) -> tuple[Any, dict[str, Any]]:
@@ -221,7 +231,7 @@ def _is_zero(x: Any) -> bool:
 def _row(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """What is remembered of a block."""
     try:
-        twin = _Twin(block, args, kwargs)
+        twin = Twin(block, args, kwargs)
         found = _found(twin)
     except Exception as error:  # whatever a foreign block does with a copy of its input
         return {"refused": f"a copy of it with random weights could not be run: {error}"}
@@ -230,14 +240,14 @@ def _row(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
     return _relative(found, block.module, twin.size)
 
 
-class _Twin:
+class Twin:
     """A copy of a block with random weights, and one call of it."""
 
     def __init__(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.size = 0
         self.given: list[Tensor] = []
         self.module = _randomised(copy.deepcopy(block.module))
-        self.args, self.kwargs = tree_map_only(Tensor, _wide, (args, kwargs))
+        self.args, self.kwargs = tree_map_only(Tensor, at_least_float32, (args, kwargs))
         attention = _attention_path(block)
         self.attention = self.module.get_submodule(attention) if attention is not None else None
 
@@ -286,7 +296,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _found(twin: _Twin) -> FoundQuery | str:
+def _found(twin: Twin) -> FoundQuery | str:
     """The query of a block's self-attention, proven, or why it cannot be used."""
     seen = twin.run(gradients=True)
     number, trouble = _only_core(seen, twin.attention)
@@ -311,7 +321,7 @@ def _found(twin: _Twin) -> FoundQuery | str:
     return trouble
 
 
-def _packed(twin: _Twin, core: Core) -> FoundQuery | str:
+def _packed(twin: Twin, core: Core) -> FoundQuery | str:
     """The queries of nn.MultiheadAttention, which come first in its packed weight."""
     path, module = next((p, m) for p, m in twin.module.named_modules() if id(m) == core.within[-1])
     if not isinstance(module, nn.MultiheadAttention):
@@ -345,7 +355,7 @@ def _candidates(seen: Seen, core: Core) -> Iterator[Finished]:
             yield one
 
 
-def _is_uniform(twin: _Twin, plain: Seen, number: int, one: Finished, heads: Heads) -> bool:
+def _is_uniform(twin: Twin, plain: Seen, number: int, one: Finished, heads: Heads) -> bool:
     """Whether zeros in the channels of a head make its weights uniform, and change nothing else."""
     module = twin.module.get_submodule(one.path)
     before = plain.cores[number]

@@ -140,7 +140,6 @@ class BlockRow:
     Args:
         family: what people call the models it belongs to.
         adds: the residual adds of ``forward``, in the order of the source.
-        older_adds: the same as earlier versions of the library write them.
         taps: see :func:`taps`.
         layout: of the tokens at the block's input, or a function of the block that tells.
         stream: which positional argument of ``forward`` carries the residual stream.
@@ -162,7 +161,6 @@ class BlockRow:
     stream: int = 0
     substitutions: tuple[tuple[str, str], ...] = ()
     unchained: tuple[Role, ...] = ()
-    older_adds: tuple[Add, ...] | None = None
     no_token_attention: str = ""
     refused: str = ""
     causal: bool | None = False

@@ -12,8 +12,9 @@ Where a block adds in its submodules (BERT's output layers), these are the seame
 """
 
 import ast
+import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -107,6 +108,21 @@ def close_seam(block: nn.Module, row: BlockRow | None = None) -> None:
     close_loop(block)
 
 
+@contextlib.contextmanager
+def opened_seams(blocks: Iterable[tuple[nn.Module, BlockRow]]) -> Iterator[None]:
+    """Inside, the seams of some blocks are open; those that were not are closed afterwards."""
+    opened: list[tuple[nn.Module, BlockRow]] = []
+    try:
+        for block, row in blocks:
+            if not is_open(block, row):
+                open_seam(block, row)
+                opened.append((block, row))
+        yield
+    finally:
+        for block, row in opened:
+            close_seam(block, row)
+
+
 def is_open(block: nn.Module, row: BlockRow) -> bool:
     """Whether the seam of a block is open."""
     paths = {add.site.path if add.site else "" for add in row.adds}
@@ -144,7 +160,8 @@ def _close(module: nn.Module) -> None:
 def _cuts(block: nn.Module, row: BlockRow) -> dict[str, Cut]:
     """The adds of a row by the path of the module that has them, each with its site."""
     cuts: dict[str, list[Add]] = {}
-    for add in row.adds if row.adds[0].site else _named_adds(unmarked_class(block), row):  # type: ignore[arg-type]
+    adds = row.adds if row.adds[0].site else _sites(Method(unmarked_class(block), "forward"), row.adds)
+    for add in adds:
         assert add.site is not None
         cuts.setdefault(add.site.path, []).append(add)
     return {path: tuple(cut) for path, cut in cuts.items()}
@@ -173,18 +190,8 @@ def _seamed_method(method: Method, sites: dict[Add, Site], substitutions: tuple[
     return method.with_joins(joins, substitutions)
 
 
-def _named_adds(upstream: type[nn.Module], row: BlockRow) -> Iterator[Add]:
-    """The adds of a row that names them by the variable of their skip, with their sites."""
-    method = Method(upstream, "forward")
-    try:
-        yield from _sites(method, row.adds)
-    except SeamError:
-        if row.older_adds is None:
-            raise
-        yield from _sites(method, row.older_adds)
-
-
 def _sites(method: Method, adds: Cut) -> list[Add]:
+    """Adds that are named by the variable of their skip, with their sites."""
     skips = {add.skip for add in adds}
     there = [
         (number, add)

@@ -157,8 +157,7 @@ class _Arms:
         ):
             raise SeamError(
                 f"{self.method.where} goes another way where `{ast.unparse(node.test)}` turns out otherwise "
-                "than for the example: adds there could not be seen. Give an example that goes that way, or "
-                "describe the class with wellposed.anatomy.teach."
+                "than for the example: adds there could not be seen. Give an example that goes that way"
             )
         return {}
 

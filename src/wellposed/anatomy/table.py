@@ -1,8 +1,7 @@
 """The table: what a run of a model cannot tell, and what it was taught.
 
 PyTorch's encoder layer has a fused kernel in evaluation that does both adds inside, where no run sees them.
-The embeddings name the places of known families; those of others are found by
-:mod:`wellposed.anatomy.places`.
+Patch embeddings are found by :mod:`wellposed.anatomy.places`, but for two.
 """
 
 from typing import TypeVar, cast
@@ -50,41 +49,12 @@ BLOCKS: dict[str, BlockRow] = {
     ),
 }
 
-_OVERLAPPING = "its stem is a stack of overlapping convolutions, there is no pixel-patch matrix"
-
 EMBEDDINGS: dict[str, EmbeddingRow] = {
+    # Many classes of models hold it, which would need a run each, and on the meta device there is none.
     "timm.layers.patch_embed.PatchEmbed": EmbeddingRow("timm", layout=_timm_patch_layout),
-    # Its later stages use the same embedding class again, so the row goes by the model.
-    "timm.models.pvt_v2.PyramidVisionTransformerV2": EmbeddingRow(
-        "timm PVT v2", after("patch_embed"), None, _OVERLAPPING, layout="NHWC"
-    ),
-    "timm.models.xcit.ConvPatchEmbed": EmbeddingRow(
-        "timm XCiT", patch_convolution=None, no_pixels=_OVERLAPPING
-    ),
-    "timm.models.convmixer.ConvMixer": EmbeddingRow(
-        "timm ConvMixer", after("stem.2"), "stem.0", layout="NCHW"
-    ),
-    **{
-        f"transformers.models.{module}.modeling_{module}.{name}PatchEmbeddings": EmbeddingRow(
-            f"transformers {name}", patch_convolution="projection"
-        )
-        for module, name in (
-            ("vit", "ViT"),
-            ("deit", "DeiT"),
-            ("vit_mae", "ViTMAE"),
-            ("dinov2", "Dinov2"),
-            ("beit", "Beit"),
-            ("swin", "Swin"),
-        )
-    },
-    "transformers.models.dinov3_vit.modeling_dinov3_vit.DINOv3ViTEmbeddings": EmbeddingRow(
-        "transformers DINOv3", after("patch_embeddings"), "patch_embeddings", layout="NCHW"
-    ),
-    "torchvision.models.vision_transformer.VisionTransformer": EmbeddingRow(
-        "torchvision ViT", after("conv_proj"), "conv_proj", layout="NCHW"
-    ),
-    "torchvision.models.swin_transformer.SwinTransformer": EmbeddingRow(
-        "torchvision Swin", after("features.0.2"), "features.0.0", layout="NHWC"
+    # A run takes the norm that follows for a part of the embedding; the patches are what comes before it.
+    "transformers.models.swin.modeling_swin.SwinPatchEmbeddings": EmbeddingRow(
+        "transformers Swin", patch_convolution="projection"
     ),
 }
 
@@ -146,21 +116,28 @@ def attention_row(module: nn.Module) -> AttentionRow | None:
 def families() -> list[str]:
     """The families that are known without a run: those of the table, and those that were proven."""
     rows = [*BLOCKS.values(), *proofs().rows.values()]
-    return list(dict.fromkeys(row.family for row in rows if not row.refused))
+    return sorted({row.family for row in rows if not row.refused})
 
 
-def unknown_model(model: nn.Module, trouble: str = "") -> UnknownModelError:
-    """The error for a model without a known block."""
+GIVE_EXAMPLE = (
+    "A model of one's own is run once to find its blocks: give an input as example=, such as\n"
+    "    wp.remove_skips(model, example=torch.randn(1, 3, 224, 224))"
+)
+
+
+def unknown_model(model: nn.Module, seen: str) -> UnknownModelError:
+    """The error for a model without a known block.
+
+    Args:
+        seen: what a run has shown instead, or how to make one.
+    """
     cls = type(model)
     block = _repeated_class(model)
     twin = timm_twin(cls)
     return UnknownModelError(
-        f"found no transformer block in {cls.__name__}.\n"
-        + (f"{trouble}\n" if trouble else "")
+        f"found no transformer block in {cls.__name__}.\n{seen}\n"
         + (f"{twin}\n" if twin else "")
-        + "A model of one's own is run once to find its blocks: give an input as example=, such as\n"
-        "    wp.remove_skips(model, example=torch.randn(1, 3, 224, 224))\n"
-        f"Known without a run: {'; '.join(families())}.\n"
+        + f"Known without a run: {'; '.join(families())}.\n"
         + (f"The class to teach may be {block}, which is repeated in it.\n" if block else "")
         + "Teach it a class whose blocks a run does not show, with the adds of its forward in order:\n"
         "    from wellposed.anatomy import Add, BlockRow, after, taps, teach, verify\n"

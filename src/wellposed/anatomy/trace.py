@@ -97,16 +97,23 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
     """Run the model by ``run(model)`` and record what happens. Hooks of its own run as they always do."""
     recorder = _Recorder(model)
     handles: list[Any] = []
-    try:
+    with removing(handles):
         for module in model.modules():
             handles.append(module.register_forward_pre_hook(recorder.enter, with_kwargs=True))
             handles.append(module.register_forward_hook(recorder.leave, with_kwargs=True))
         with torch.no_grad(), without_fast_path(), recorder:
             recorder.trace.output = run(model)
+    return recorder.trace
+
+
+@contextlib.contextmanager
+def removing(handles: list[Any]) -> Iterator[None]:
+    """Removes the hooks at the end."""
+    try:
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    return recorder.trace
 
 
 @contextlib.contextmanager

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellposed.anatomy.example import preserved
 from wellposed.anatomy.model import Block, blocks, refuse_wrapped
-from wellposed.anatomy.seam import Join, block_joins, close_seam, is_open, open_seam
+from wellposed.anatomy.seam import Join, block_joins, opened_seams
+from wellposed.anatomy.trace import removing
 from wellposed.errors import SeamError
 
 
@@ -24,28 +26,15 @@ def verify(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     """
     refuse_wrapped(model)
     found = blocks(model)
-    opened: list[Block] = []
     handles: list[Any] = []
-    was_training = [module for module in model.modules() if module.training]
-    try:
-        traces = []
-        for block in found:
-            if not is_open(block.module, block.row):
-                open_seam(block.module, block.row)
-                opened.append(block)
-            traces.append(_Trace(block))
-            handles += traces[-1].attach()
+    with preserved(model), opened_seams([(block.module, block.row) for block in found]), removing(handles):
+        traces = [_Trace(block) for block in found]
+        for trace in traces:
+            handles += trace.attach()
         model.eval()
         with torch.no_grad():
             model(*args, **kwargs)
         return sum(trace.check() for trace in traces)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for block in opened:
-            close_seam(block.module, block.row)
-        for module in was_training:
-            module.training = True
 
 
 class _Trace:

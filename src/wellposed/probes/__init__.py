@@ -7,14 +7,13 @@ from wellposed.probes.conditioning import conditioning
 from wellposed.probes.density import attention_density
 from wellposed.probes.diagnose import diagnose
 from wellposed.probes.diagnosis import Comparison, Diagnosis
-from wellposed.probes.gradients import gradient_norms
 from wellposed.probes.jacobian import graying_sweep, jacobian_spectrum
 from wellposed.probes.jacobian_result import JacobianSpectrum
 from wellposed.probes.monitor import Monitor
 from wellposed.probes.nonfinite import NonFinite, first_nonfinite
 from wellposed.probes.ntk import NTK, ntk, ntk_spectrum
+from wellposed.probes.parameters import gradient_norms, weight_spectra
 from wellposed.probes.tokens import token_norms
-from wellposed.probes.weight_spectra import weight_spectra
 
 __all__ = [
     "NTK",

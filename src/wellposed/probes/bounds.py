@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 from wellposed.anatomy.model import Block, BlockSelection, select
 from wellposed.anatomy.seam import block_joins
+from wellposed.errors import NoMeaningError
 from wellposed.linalg.bounds import (
     SLACK,
     bound_attention,
@@ -58,7 +59,7 @@ from wellposed.probes.attention_maps import no_attention, watching_attention
 from wellposed.probes.conditioning import token_condition_number
 from wellposed.probes.images import first_images
 from wellposed.probes.observe import padding_of, plain, watching_tokens
-from wellposed.probes.passes import forward_passes
+from wellposed.probes.passes import Sample, forward_passes, median, summarize
 from wellposed.probes.projections import (
     AttentionProjections,
     FeedForward,
@@ -68,7 +69,6 @@ from wellposed.probes.projections import (
     feed_forward,
     watching_inputs,
 )
-from wellposed.probes.summary import Sample, median, summarize
 from wellposed.records import Record, dtype_name
 from wellposed.surgery.uniform import uniform_heads_of
 
@@ -171,9 +171,10 @@ class BoundsProbe:
         if self.strict and not is_padded and not any(record.value is not None for record in records):
             reasons = dict.fromkeys(f"{record.module}: {record.note}" for record in records)
             names = ", ".join(one.block.name for one in self._of.values())
-            raise ValueError(
+            raise NoMeaningError(
                 "expected a block with attention over tokens, an MLP or a depthwise convolution, got none in "
-                f"{names} ({'; '.join(reasons) or 'they have neither'}); choose others with blocks=."
+                f"{names} ({'; '.join(reasons) or 'they have neither'}); choose others with blocks=.",
+                tuple(dict.fromkeys(record.note for record in records)),
             )
         return records
 

@@ -10,7 +10,7 @@ The token matrix of an image is N tokens x D channels, prefix tokens included, a
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,8 +28,7 @@ from wellposed.linalg import (
 from wellposed.linalg.spectrum import estimator, tolerance
 from wellposed.probes.images import image_batches
 from wellposed.probes.observe import padding_of, watching_tokens
-from wellposed.probes.passes import forward_passes
-from wellposed.probes.summary import Sample, summarize
+from wellposed.probes.passes import Sample, forward_passes, span, summarize
 from wellposed.records import Record, dtype_name
 
 GPU_SPECTRA = 4
@@ -248,7 +247,7 @@ def _records(block: Block, position: str, seen: _Seen) -> list[Record]:
     where |= {"estimator": seen.estimator, "tolerance": seen.tolerance}
     at_least = torch.cat([batch.at_least.cpu() for batch in seen.batches])[order]
     sample = Sample(kappa, at_least)
-    size = f"{_range(n for n, _ in sizes)} tokens x {_range(d for _, d in sizes)} channels"
+    size = f"{span(n for n, _ in sizes)} tokens x {span(d for _, d in sizes)} channels"
     size += ", without padding" if seen.padded else ""
     size += f"; {seen.skipped} texts of one token or none are skipped" if seen.skipped else ""
     finite = int(kappa.isfinite().sum())
@@ -295,11 +294,6 @@ def _numbers(seen: _Seen) -> list[int]:
         numbers += seen.order[start : start + (0 if batch.values is None else len(batch.values))]
         start += len(batch.images)
     return numbers
-
-
-def _range(values: Iterable[int]) -> str:
-    found = set(values)
-    return "-".join(str(value) for value in sorted({min(found), max(found)}))
 
 
 def conditioning(

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.anatomy.model import Block, BlockSelection
+from wellposed.errors import NoMeaningError
 from wellposed.probes.attention_maps import Source, no_attention, watching_attention
 from wellposed.probes.images import image_batches
 from wellposed.probes.observe import plain
-from wellposed.probes.passes import Probe, forward_passes
-from wellposed.probes.summary import Sample, summarize
+from wellposed.probes.passes import Probe, Sample, forward_passes, span, summarize
 from wellposed.records import Record, dtype_name
 from wellposed.surgery.choose import choose
 
@@ -104,9 +104,10 @@ class DensityProbe:
             reasons = dict.fromkeys(
                 f"{type(block.module).__name__}: {no_attention(block)}" for block in found
             )
-            raise ValueError(
+            raise NoMeaningError(
                 f"expected a block with attention over tokens, got none ({'; '.join(reasons)}); "
-                "density is a property of attention."
+                "density is a property of attention.",
+                tuple(dict.fromkeys(map(no_attention, found))),
             )
         self.found, self.images, self.strict = found, images, strict
         self._seen: dict[int, list[_Density]] = {block.index: [] for block in found}
@@ -179,10 +180,10 @@ class _Density:
             reason = self.unknown or "one key: its weight is 1 whatever the query is"
             yield _not_measured(reason, images=values.shape[1], **where)
             return
-        where["note"] = f"{_range(self.keys)} keys"
+        where["note"] = f"{span(self.keys)} keys"
         if self.windows != {1}:
             what = "windows" if self.source.tells_heads else "windows and heads, which lie on one axis"
-            where["note"] += f", {_range(self.windows)} {what}"
+            where["note"] += f", {span(self.windows)} {what}"
         if self.is_padded:
             where["note"] += ", without padding"
         if self.skips_rows:
@@ -215,10 +216,6 @@ def _measured(p: Tensor, keys: Tensor | None = None, counts: Tensor | None = Non
     if counts is None:
         return rows.mean(dim=(2, 4))
     return torch.where(counts, rows, 0).sum(dim=(2, 4)) / counts.sum(dim=(1, 3))
-
-
-def _range(values: set[int]) -> str:
-    return "-".join(str(value) for value in sorted({min(values), max(values)}))
 
 
 def attention_density(

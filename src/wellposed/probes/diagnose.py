@@ -19,16 +19,15 @@ from wellposed.probes.collapse import Alarm, alarm, signs
 from wellposed.probes.conditioning import ConditioningProbe
 from wellposed.probes.density import DensityProbe
 from wellposed.probes.diagnosis import Diagnosis
-from wellposed.probes.gradients import gradient_norms, in_one_direction
 from wellposed.probes.images import Batch, image_batches
 from wellposed.probes.jacobian import jacobian_spectrum
 from wellposed.probes.named_inputs import example_of
 from wellposed.probes.nonfinite import first_nonfinite_of
 from wellposed.probes.ntk import ntk_spectrum
 from wellposed.probes.observe import plain
+from wellposed.probes.parameters import gradient_norms, in_one_direction, weight_spectra
 from wellposed.probes.passes import Probe, forward_passes
 from wellposed.probes.tokens import TokenProbe
-from wellposed.probes.weight_spectra import weight_spectra
 from wellposed.records import Record
 from wellposed.surgery.undo import edits
 
@@ -125,7 +124,8 @@ def diagnose(
 
             records += forward_passes(model, bar.over(batches, "forward passes"), probes)
         if "weights" in chosen:
-            records += weight_spectra(model, blocks=blocks)
+            example = example_of(next(iter(batches)))
+            records += weight_spectra(model, blocks=blocks, example=example)
         if "gradients" in chosen:
             bar.say("gradients")
             records += gradient_norms(model, batches, blocks=blocks)

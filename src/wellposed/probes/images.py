@@ -20,19 +20,18 @@ from torch import Tensor, nn
 from wellposed.anatomy.example import LIBRARIES
 from wellposed.image_files import decode, reason
 from wellposed.interrupts import uninterrupted
-from wellposed.probes.image_sources import KEYS, Source, pieces, source_of
 from wellposed.probes.model_input import (
     Transform,
     channels_of,
     expected_channels,
     expected_size,
-    has_patch_embedding,
     image_axis,
     is_of,
     model_transform,
+    takes_images,
     takes_videos,
 )
-from wellposed.probes.named_inputs import NamedBatches, NamedInputs, as_named
+from wellposed.probes.named_inputs import KEYS, NamedBatches, NamedInputs, Source, as_named, pieces, source_of
 from wellposed.probes.observe import plain, preserved
 
 __all__ = [
@@ -164,7 +163,7 @@ class ImageBatches:
         self._axis = image_axis(self._model)
         # Of a batch: tokens have 3 axes, images 4, videos 5.
         self._axes = 4
-        if is_encoder or (given == 3 and not has_patch_embedding(self._model)):
+        if is_encoder or (given == 3 and not takes_images(self._model)):
             self._axes = 3
         elif takes_videos(self._model) or (given == 5 and not is_of(self._model, *LIBRARIES)):
             self._axes = 5

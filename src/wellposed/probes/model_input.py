@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from wellposed.anatomy.example import MOST_CHANNELS
+from wellposed.anatomy.example import MOST_CHANNELS, made_examples
 from wellposed.anatomy.table import embedding_row
 from wellposed.probes.observe import plain
 
@@ -47,9 +48,11 @@ def expected_channels(model: nn.Module) -> int | None:
     return channels_of(model) if is_of(model, *_LIBRARIES) else None
 
 
-def has_patch_embedding(model: nn.Module) -> bool:
-    """Whether it makes tokens of images, so far as the table of wellposed.anatomy knows."""
-    return any(embedding_row(module) for module in model.modules())
+def takes_images(model: nn.Module) -> bool:
+    """Whether its input is images, so far as its library or the table of wellposed.anatomy says."""
+    made = [example for name, _, example in made_examples(model) if not name]
+    given = [x for example in made for x in tree_leaves((example.args, dict(example.kwargs)))]
+    return any(embedding_row(module) for module in model.modules()) or any(x.ndim == 4 for x in given)
 
 
 def channels_of(model: nn.Module) -> int | None:

@@ -21,13 +21,13 @@ from wellposed.probes.attention_maps import no_attention
 from wellposed.probes.collapse import Alarm, risen, signs
 from wellposed.probes.conditioning import ConditioningProbe
 from wellposed.probes.density import DensityProbe
-from wellposed.probes.gradients import norms_in_place
 from wellposed.probes.images import Batch, first_images
+from wellposed.probes.named_inputs import example_of
 from wellposed.probes.nonfinite import first_nonfinite_of
 from wellposed.probes.observe import plain
+from wellposed.probes.parameters import norms_in_place, weight_spectra
 from wellposed.probes.passes import Probe, forward_passes
 from wellposed.probes.tokens import TokenProbe
-from wellposed.probes.weight_spectra import weight_spectra
 from wellposed.records import AT_LEAST, Record, named_text
 
 _LOG = logging.getLogger("wellposed.monitor")
@@ -104,7 +104,8 @@ class Monitor:
         gradients, self._gradients = self._gradients, {}
         numbers = _scalars(records) | {f"gradient/{block}": norm for block, norm in gradients.items()}
         if self.weights:
-            numbers |= _of_weights(weight_spectra(self.model, blocks=self.blocks))
+            example = example_of(self._batch())
+            numbers |= _of_weights(weight_spectra(self.model, blocks=self.blocks, example=example))
         self._first = records if self._first is None else self._first
         self.raised = self._new([*signs(records, gradients), *risen(self._first, records)], step)
         for alarm in self.raised:

@@ -17,7 +17,8 @@ from wellposed.anatomy.example import preserved as preserved
 from wellposed.anatomy.masks import mask_reader
 from wellposed.anatomy.model import Block, blocks, refusal
 from wellposed.anatomy.rows import to_tokens
-from wellposed.anatomy.seam import Join, block_joins, close_seam, is_open, open_seam
+from wellposed.anatomy.seam import Join, block_joins, opened_seams
+from wellposed.anatomy.trace import removing as removing
 from wellposed.errors import WrappedModelError
 from wellposed.interrupts import let_through, uninterrupted
 from wellposed.records import Record
@@ -65,32 +66,16 @@ def observed(model: nn.Module, example: Any = None) -> Iterator[list[Block]]:
     found = [block for block in present if not block.row.refused]
     if not found:
         raise refusal(present)
-    opened: list[Block] = []
+    seams = [(block.module, block.row) for block in found]
     with uninterrupted():
         try:
-            with preserved(model), eagerly():
-                for block in found:
-                    if not is_open(block.module, block.row):
-                        open_seam(block.module, block.row)
-                        opened.append(block)
+            with opened_seams(seams), preserved(model), eagerly():
                 model.eval()
                 yield found
         finally:
-            for block in opened:
-                close_seam(block.module, block.row)
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # a forward pass leaves the outermost one whole
-
-
-@contextlib.contextmanager
-def removing(handles: list[Any]) -> Iterator[None]:
-    """Removes the hooks at the end."""
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class Calls:

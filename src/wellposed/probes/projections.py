@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from wellposed.anatomy.model import Block
-from wellposed.anatomy.queries import HEAD_COUNTS
+from wellposed.anatomy.projections import OUTPUTS, PROJECTIONS, head_count
 from wellposed.anatomy.rows import to_tokens
 from wellposed.linalg.precision import in_float64
 from wellposed.probes.observe import layout_of
@@ -37,19 +37,6 @@ The convolution's image is (B, D, H, W). What goes into attention keeps the axes
 (B', H, W, D), and where a model puts the tokens of all images below one another, it is (1, B' N, D).
 """
 
-# Which of q, k and v a layer makes, stacked in this order, and its path in the attention module.
-_PROJECTIONS: tuple[dict[str, str], ...] = (
-    {"qkv": "qkv"},
-    {"q": "q", "kv": "kv"},
-    {"q": "q", "k": "k", "v": "v"},
-    {"q": "q_proj", "k": "k_proj", "v": "v_proj"},
-    {"q": "query", "k": "key", "v": "value"},
-    {"q": "attention.query", "k": "attention.key", "v": "attention.value"},
-    {"q": "self.query", "k": "self.key", "v": "self.value"},
-    {"q": "q_lin", "k": "k_lin", "v": "v_lin"},
-    {"qkv": "c_attn"},
-)
-_OUTPUTS = ("proj", "o_proj", "out_proj", "output.dense", "dense", "out_lin", "c_proj")
 # Of a gated MLP's two input layers, the one that goes through the activation.
 _GATES = ("gate_proj", "fc1_g", "w1")
 
@@ -130,15 +117,15 @@ def attention_projections(block: Block) -> AttentionProjections:
     name, attention = block.attention()
     if isinstance(attention, nn.MultiheadAttention):
         return _of_multihead_attention(name, attention)
-    for pattern in _PROJECTIONS:
+    for pattern in PROJECTIONS:
         layers = {letters: _linear(attention, path) for letters, path in pattern.items()}
         if all(layer is not None for layer in layers.values()):
             break
     else:
         raise _unknown(name, attention, f"the projections {_patterns()}")
-    out = next((layer for path in _OUTPUTS if (layer := _linear(attention, path))), None)
+    out = next((layer for path in OUTPUTS if (layer := _linear(attention, path))), None)
     if out is None:
-        raise _unknown(name, attention, f"the output projection {' or '.join(_OUTPUTS)}")
+        raise _unknown(name, attention, f"the output projection {' or '.join(OUTPUTS)}")
     maps: dict[str, Map] = {}
     sources: dict[str, Tensor] = {}
     for letters, layer in layers.items():
@@ -152,7 +139,9 @@ def attention_projections(block: Block) -> AttentionProjections:
     # CaiT lets its heads talk.
     remark = "the heads are mixed after the softmax" if _linear(attention, "proj_w") else ""
     out_map = out.map()
-    heads = _heads(name, attention)
+    heads = head_count(name, attention)
+    if isinstance(heads, str):
+        raise ValueError(heads)
     widths = [layer.W.shape[1] for layer in maps.values()]
     if len({*widths[:2]}) > 1 or widths[2] != len(out_map.W):
         raise ValueError(
@@ -343,32 +332,25 @@ def _only_layer(module: nn.Module) -> _Layer | None:
     return layers[0] if len(layers) == 1 and not has_scale_behind else None
 
 
-def _heads(name: str, attention: nn.Module) -> int:
-    for owner in (attention, getattr(attention, "attention", None), getattr(attention, "self", None)):
-        for attribute in HEAD_COUNTS:
-            if isinstance(count := getattr(owner, attribute, None), int):
-                return count
-    raise _unknown(name, attention, f"the number of heads as {' or '.join(HEAD_COUNTS)}")
-
-
 def _between(mlp: nn.Module) -> str:
     names = [name for name, module in mlp.named_children() if isinstance(module, nn.Conv2d)]
     return f"the linear form leaves out {', '.join(names)}" if names else ""
 
 
 def _patterns() -> str:
-    return " or ".join(f"({', '.join(pattern)})" for pattern in _PROJECTIONS[:3])
+    return " or ".join(f"({', '.join(pattern)})" for pattern in PROJECTIONS[:3])
 
 
 def _unknown(name: str, module: nn.Module, wanted: str) -> ValueError:
     def those(is_one: Callable[[nn.Module], bool]) -> str:
-        return ", ".join(path for path, child in module.named_modules() if path and is_one(child))
+        paths = [path for path, child in module.named_modules() if path and is_one(child)]
+        return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
     found = "no linear layer"
     if linears := those(lambda child: _layer(child) is not None):
         found = f"the linear layers {linears}"
     elif convolutions := those(lambda child: isinstance(child, nn.Conv1d | nn.Conv2d | nn.Conv3d)):
-        found = f"convolutions, {convolutions},"
+        found = f"the convolutions {convolutions}"
     return ValueError(
         f"expected {wanted} in {name} ({type(module).__name__}), found {found} in it; name the layers as one "
         "of the libraries does."

@@ -25,8 +25,7 @@ from wellposed.anatomy.model import Block, BlockSelection, select
 from wellposed.linalg.precision import in_float64
 from wellposed.probes.images import image_batches
 from wellposed.probes.observe import padding_of, watching_tokens
-from wellposed.probes.passes import forward_passes
-from wellposed.probes.summary import Sample, summarize
+from wellposed.probes.passes import Sample, forward_passes, summarize
 from wellposed.records import Record, dtype_name
 
 TOLERANCE = 1e-9

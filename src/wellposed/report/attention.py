@@ -54,7 +54,8 @@ def attention_section(material: Material, budget: Budget) -> Section | Missing:
     )
     words = (
         "Attention's weights over the patches of one image, red where they are large; each picture has its "
-        "own scale, from 0 to its largest weight. Rollout multiplies (A + I) / 2 over the blocks, with A the "
+        "own scale, from its smallest weight, or half the largest if that is less, to its largest. "
+        "Rollout multiplies (A + I) / 2 over the blocks, with A the "
         "mean over the heads.",
     )
     left = len(shown) - len(drawn)
@@ -77,9 +78,16 @@ def overlay(record: Record, grey: Record | None) -> Array:
     under = (
         np.full_like(weights, 0.6) if grey is None else _scaled(np.asarray(grey.curve).reshape(grey.shape))
     )
-    share = 0.8 * weights / max(float(weights.max()), np.finfo(np.float64).tiny)
+    low, high = _range(record)
+    share = 0.8 * (weights - low) / max(high - low, np.finfo(np.float64).tiny)
     light = 255 * (0.25 + 0.75 * under)[..., None]
     return np.asarray((1 - share[..., None]) * light + share[..., None] * _RED)
+
+
+def _range(record: Record) -> tuple[float, float]:
+    """The weights without and with full colour: weights that are nearly alike shall look so."""
+    high = max(record.curve)
+    return min(min(record.curve), high / 2), high
 
 
 def save_attention(
@@ -101,7 +109,9 @@ def save_attention(
     figure.set_size_inches(3, 3.3)
     plot = figure.subplots()
     plot.imshow(overlay(chosen[0], grey).round().astype(np.uint8), interpolation="nearest")
-    plot.set_title(_label(chosen[0]) + ("" if head is None else f" of block {block}"), fontsize=9)
+    low, high = _range(chosen[0])
+    where = _label(chosen[0]) + ("" if head is None else f" of block {block}")
+    plot.set_title(f"{where}: {low:.2%} to {high:.2%} a patch", fontsize=9)
     plot.set_axis_off()
     figure.savefig(path, dpi=200)
 

@@ -6,8 +6,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from wellposed.anatomy.model import Block, BlockSelection, no_attention, refuse_wrapped
-from wellposed.anatomy.projections import ProjectionLayer, projection_layers
+from wellposed.anatomy.model import Block, BlockSelection, refuse_wrapped, select
+from wellposed.anatomy.model import blocks as all_blocks
+from wellposed.anatomy.packing import find_projections
+from wellposed.anatomy.projections import ProjectionLayer
 from wellposed.linalg.precision import in_float64
 from wellposed.surgery.choose import choose
 from wellposed.surgery.record import Edits, Setting
@@ -24,8 +26,7 @@ class ConditionedWeight(WeightEdit):
         which: of q, k and v, those that are conditioned.
         strength: lambda, of C = lambda I; or ``"exact"``, C = sigma_max U V^T of the weight as it is now,
             after which kappa is at most 2. That C is saved with the model, as ``correction``.
-        packed: those that the weight holds, in their order.
-        axis: along which they are packed; that of the outputs.
+        packed: those that the rows of the weight make, in their order.
         weight: as it is now; needed for ``"exact"``.
     """
 
@@ -36,34 +37,33 @@ class ConditionedWeight(WeightEdit):
         which: str,
         strength: float | Literal["exact"],
         packed: str,
-        axis: int = 0,
         weight: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.kind, self.where = KIND, which
         self.strength: float | str = strength
-        self.packed, self.axis = packed, axis
+        self.packed = packed
         correction = None
         if strength == "exact":
             assert weight is not None
             parts = [
                 _polar(part) if letter in which else torch.zeros_like(part)
-                for letter, part in zip(packed, weight.detach().chunk(len(packed), axis), strict=True)
+                for letter, part in zip(packed, weight.detach().chunk(len(packed)), strict=True)
             ]
-            correction = torch.cat(parts, axis)
+            correction = torch.cat(parts)
         self.register_buffer("correction", correction)
 
     def forward(self, weight: Tensor) -> Tensor:
         if self.correction is not None:
             return weight + self.correction
-        strength = float(self.strength)
-        parts = [
-            part + strength * torch.eye(*part.shape, dtype=part.dtype, device=part.device)
-            if letter in self.where
-            else part
-            for letter, part in zip(self.packed, weight.chunk(len(self.packed), self.axis), strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
+        parts = weight.reshape(len(self.packed), -1, weight.shape[-1])
+        identity = torch.eye(*parts.shape[1:], dtype=weight.dtype, device=weight.device)
+        added = float(self.strength) * identity
+        if set(self.packed) <= set(self.where):
+            conditioned: Tensor = (parts + added).flatten(0, 1)
+            return conditioned
+        pairs = zip(self.packed, parts, strict=True)
+        return torch.cat([part + added if letter in self.where else part for letter, part in pairs])
 
     @property
     def settings(self) -> Mapping[str, Setting]:
@@ -112,10 +112,10 @@ def condition_weights(
         raise ValueError(f'strength must be a number above 0 or "exact", got {strength!r}.')
     wanted = "".join(letter for letter in _LETTERS if letter in which)
 
+    known = find_projections(model, select(all_blocks(model, example), blocks), example)
+
     def target(block: Block) -> list[ProjectionLayer] | str:
-        if reason := no_attention(block):
-            return reason
-        found = projection_layers(*block.attention())
+        found = known[block.index]
         return found if isinstance(found, str) else [each for each in found if set(each.packed) & set(wanted)]
 
     chosen = choose(model, blocks, target, "conditioning the weights of attention", example)
@@ -127,7 +127,7 @@ def condition_weights(
                 each.name,
                 each.layer,
                 each.parameter,
-                ConditionedWeight(wanted, strength, each.packed, each.axis, each.weight),
+                ConditionedWeight(wanted, strength, each.packed, each.weight),
             )
             for each in layers.values()
         ],

@@ -21,13 +21,10 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from wellposed.anatomy.model import Block, BlockSelection, join_names, no_attention, refuse_wrapped
-from wellposed.anatomy.projections import (
-    ProjectionLayer,
-    head_count,
-    output_layer,
-    projection_layers,
-)
+from wellposed.anatomy.model import Block, BlockSelection, join_names, refuse_wrapped, select
+from wellposed.anatomy.model import blocks as all_blocks
+from wellposed.anatomy.packing import find_projections
+from wellposed.anatomy.projections import ProjectionLayer, head_count, output_layer
 from wellposed.anatomy.subclass import edited_weights, inner
 from wellposed.surgery.choose import choose
 
@@ -78,8 +75,10 @@ def initialise(
         has = f"takes {', '.join(known)}" if known else "takes no constants"
         raise TypeError(f"scheme {scheme!r} {has}, got {', '.join(sorted(unknown))}.")
     values = known | constants
-    attends = scheme in ("skipless", "mimetic")
-    target = _attention if attends else _linear_layers
+    target: Callable[[Block], Any] = _linear_layers
+    if scheme in ("skipless", "mimetic"):
+        projections = find_projections(model, select(all_blocks(model, example), blocks), example)
+        target = lambda block: _attention(block, projections[block.index])  # noqa: E731
     chosen = choose(model, blocks, target, f"the {scheme} initialisation", example)
     generator = torch.Generator()
     generator.manual_seed(int(torch.randint(2**63 - 1, ())) if seed is None else seed)
@@ -114,15 +113,21 @@ def orthogonal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
 class _Attention:
     """The layers of an attention, and its heads."""
 
-    def __init__(self, projections: list[ProjectionLayer], output: tuple[str, nn.Module], heads: int) -> None:
-        self.projections, self.output, self.heads = projections, output, heads
+    def __init__(
+        self,
+        owner: nn.Module,
+        projections: list[ProjectionLayer],
+        output: tuple[str, nn.Module],
+        heads: int,
+    ) -> None:
+        self.owner, self.projections, self.output, self.heads = owner, projections, output, heads
 
     @property
     def layers(self) -> list[nn.Module]:
         return [each.layer for each in self.projections] + [self.output[1]]
 
     def draw(self, scheme: Scheme, values: dict[str, float], generator: torch.Generator) -> list[str]:
-        width = self._widths()
+        width = len(_weight(self.output[1]))
         q, k = self._query_and_key(width, values["alpha"], values["beta"], generator)
         if scheme == "mimetic":
             v, o = _value_and_output(width, values["output_alpha"], -values["output_beta"], generator)
@@ -132,26 +137,24 @@ class _Attention:
             v, o = values["c"] * U.mT, values["c"] * Vh.mT
         made = {"q": q, "k": k, "v": v}
         for each in self.projections:
-            _set(each.weight, torch.cat([made[letter] for letter in each.packed], each.axis))
+            _set(each.weight, torch.cat([made[letter] for letter in each.packed]))
             layer: Any = inner(each.layer)
             _zero(layer.in_proj_bias if isinstance(layer, nn.MultiheadAttention) else layer.bias)
+            for letter in each.packed:  # beside the layer in BEiT and EVA
+                _zero(getattr(self.owner, f"{letter}_bias", None))
         name, output = self.output
         _set(_weight(output), o)
         _zero(cast(Any, inner(output)).bias)
         return [*(each.name for each in self.projections), name]
 
-    def _widths(self) -> int:
-        """The number of channels, which all projections must have at both ends."""
-        sizes = {tuple(_weight(self.output[1]).shape)}
-        for each in self.projections:
-            sizes.add(tuple(each.weight.chunk(len(each.packed), each.axis)[0].shape))
-        if len(sizes) > 1 or len({*next(iter(sizes))}) > 1:
-            shapes = ", ".join(map(str, sizes))
-            raise ValueError(
-                f"expected square projections in {self.projections[0].name}, got {shapes}: these "
-                "initialisations are of attention whose queries, keys and values have the tokens' channels."
-            )
-        return next(iter(sizes))[0]
+    def not_square(self) -> str:
+        """Why its projections do not have the tokens' channels at both ends; empty where they do."""
+        parts = [part for each in self.projections for part in each.weight.chunk(len(each.packed))]
+        sizes = dict.fromkeys(tuple(weight.shape) for weight in (*parts, _weight(self.output[1])))
+        if len({side for size in sizes for side in size}) == 1:
+            return ""
+        shapes = ", ".join(map(str, sizes))
+        return f"its queries, keys and values must have the tokens' channels, its projections are {shapes}"
 
     def _query_and_key(
         self, width: int, alpha: float, beta: float, generator: torch.Generator
@@ -181,18 +184,16 @@ def _noisy_identity(width: int, alpha: float, beta: float, generator: torch.Gene
     return alpha * noise + beta * torch.eye(width, dtype=torch.float64)
 
 
-def _attention(block: Block) -> _Attention | str:
-    if reason := no_attention(block):
-        return reason
-    name, attention = block.attention()
-    projections = projection_layers(name, attention)
+def _attention(block: Block, projections: list[ProjectionLayer] | str) -> _Attention | str:
     if isinstance(projections, str):
         return projections
+    name, attention = block.attention()
     output = output_layer(name, attention)
     heads = head_count(name, attention)
     if isinstance(output, str) or isinstance(heads, str):
         return output if isinstance(output, str) else str(heads)
-    return _Attention(projections, output, heads)
+    found = _Attention(attention, projections, output, heads)
+    return found.not_square() or found
 
 
 def _linear_layers(block: Block) -> list[tuple[str, nn.Linear]] | str:

@@ -73,9 +73,9 @@ def refuse_replicated(model: nn.Module, operations: Iterable[nn.Module]) -> None
     if not (dist.is_available() and dist.is_initialized()):
         return
     learned: list[Tensor] = [p for operation in operations for p in operation.parameters()]
-    if learned and any(
-        _is_in(model, each) for each in gc.get_objects() if isinstance(each, DistributedDataParallel)
-    ):
+    # isinstance would ask the referents of weak proxies, which may be gone.
+    wrappers = (each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__)
+    if learned and any(_is_in(model, wrapper) for wrapper in wrappers):
         raise WrappedModelError(
             "expected a model that is not replicated yet, got one inside a DistributedDataParallel, which "
             "would not synchronise what this edit learns; edit the model first, then wrap it in "

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.anatomy.model import Block, BlockSelection, join_names, refuse_wrapped
-from wellposed.linalg.precision import in_float64
+from wellposed.linalg.precision import in_float64, without_autocast
 from wellposed.surgery.choose import choose
 from wellposed.surgery.record import Edits, Setting
 from wellposed.surgery.weights import WeightEdit, edit_weights
@@ -42,10 +42,11 @@ class NormalisedWeight(WeightEdit):
         self.gamma = nn.Parameter(start.to(weight.dtype))
 
     def forward(self, weight: Tensor) -> Tensor:
-        if self.training:
-            self._follow(weight.detach())
-        # Copies, since the buffers change before the backward pass of a model that runs twice.
-        return self.gamma / torch.dot(self.u.clone(), weight @ self.v.clone()) * weight
+        with without_autocast(weight):
+            if self.training:
+                self._follow(weight.detach())
+            # Copies, since the buffers change before the backward pass of a model that runs twice.
+            return self.gamma / torch.dot(self.u.clone(), weight @ self.v.clone()) * weight
 
     @torch.no_grad()
     def _follow(self, weight: Tensor) -> None:

@@ -95,8 +95,8 @@ def take_off(layer: nn.Module) -> None:
 def fold(model: nn.Module) -> Edits:
     """Write edits of weights into the weights: an equal model without them, for export or for other tools.
 
-    Operations that mix tokens (graying, Context Broadcasting), removed skips and uniform heads are no
-    function of the weights alone, and stay. A model that has nothing to fold raises.
+    What mixes tokens (graying, Context Broadcasting) and removed skips cannot be written into weights, and
+    stay; so do uniform heads. A model that has nothing to fold raises.
 
     Returns:
         What was folded.

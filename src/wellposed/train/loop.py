@@ -109,7 +109,7 @@ class PacedMonitor:
 
     def measure(self, update: int) -> dict[str, float]:
         before = time.monotonic()
-        numbers = self.monitor.measure()
+        numbers = self.monitor.measure(update)
         after = time.monotonic()
         if self.every is None and self._last is not None:
             first, since = self._last
@@ -458,7 +458,7 @@ class Loop:
         self.progress.measured = self.progress.update
         # The processes must agree when to measure next, and their clocks do not.
         monitor.every = self.progress.monitor_every = from_first(lambda: monitor.every, self.device)
-        self.reporter.measured(self.progress.update, numbers)
+        self.reporter.measured(self.progress.update, numbers, monitor.monitor.raised)
 
     # Tests.
 

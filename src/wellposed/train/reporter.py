@@ -7,11 +7,11 @@ numbers anyway.
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 
@@ -21,6 +21,9 @@ from wellposed.run_records import NAME, RunLog, current, read_run, summarise
 from wellposed.text import nearest
 from wellposed.train.recipe import Recipe
 from wellposed.train.screen import EndTable, Screen, end_table, make_screen, status_parts, time_left
+
+if TYPE_CHECKING:
+    from wellposed.probes import Alarm
 
 
 class Reporter:
@@ -140,10 +143,13 @@ class Reporter:
         self.event("train", update=update, **numbers, images=images)
         self._track(update, {f"train/{name}": value for name, value in numbers.items()})
 
-    def measured(self, update: int, numbers: Mapping[str, float]) -> None:
-        """What the monitor gives; an empty mapping is no measurement."""
+    def measured(self, update: int, numbers: Mapping[str, float], alarms: "Iterable[Alarm]" = ()) -> None:
+        """What the monitor gives, with its alarms; an empty mapping is no measurement."""
         if self._main and numbers:
             self.event("monitor", update=update, **numbers)
+            for each in alarms:
+                said = {"blocks": list(each.blocks), "evidence": each.evidence, "remedy": each.remedy}
+                self.event("alarm", update=update, name=each.name, **said)
             self._track(update, numbers)
 
     def tested(
