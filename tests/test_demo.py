@@ -50,11 +50,12 @@ def test_the_command_prints_a_table_and_says_what_it_wrote(made) -> None:
         assert f"{row['accuracy']:.1%}" in output
     assert "128 training and 400 test images, 2 epochs" in output
     assert "Xavier" in output
-    tables, _, words = output.partition("Without attention's skips: accuracy ")
+    tables, _, _ = output.partition("written to")
     assert "one run each" in " ".join(tables.split())
     assert max(map(len, tables.splitlines()[-30:])) <= 80
     plain, removed = (row["accuracy"] for row in table)
-    assert words.startswith(f"{100 * (removed - plain):+.1f} points")
+    line = next(line for line in tables.splitlines() if "undecided: one run" in line)
+    assert f" {100 * (removed - plain):+.1f} " in line
     assert (out / demo.PAGE).resolve().as_uri() in output
 
 
@@ -144,27 +145,29 @@ def test_the_sentences_tell_what_was_measured() -> None:
     rows = [row(demo.PLAIN, 0.95, 2e3), row(demo.NO_FFN, 0.93, 2e4)]
     assert demo.closing(rows) == []
     rows.append(row(demo.NO_ATTENTION, 0.96, 9e6, "at least"))
-    without_ffn, without_attention = demo.findings(rows, 400)
-    assert "accuracy -2.0 points (400 test images; within their chance, ±3.3)" in without_ffn
-    assert "kappa of attention's output 2,000 -> 20,000" in without_ffn
-    assert "kappa of attention's output 2,000 -> ≥ 9e6" in without_attention
     seen, following = demo.closing(rows)
-    assert "kappa 2,000 with all skips, 20,000 without the FFN's and ≥ 9e6 without attention's" in seen
-    assert "attention's skip holds the conditioning; accuracy is 95.0%, 93.0% and 96.0%" in seen
+    assert "attention's skips hold the conditioning" in seen
+    assert "kappa ≥ 9e6 instead of 2,000" in seen
     assert "wellposed diagnose MODEL" in following
     rows[-1] = row(demo.NO_ATTENTION, 0.7, 1e3)
-    assert "attention's skip is not the one that holds it in these runs" in demo.closing(rows)[0]
-    assert "-25.0 points (400 test images; beyond their chance" in demo.findings(rows, 400)[1]
+    assert "these runs do not show that attention's skips hold the conditioning" in demo.closing(rows)[0]
+    rows[1:] = [row(demo.NO_FFN, 0.7, 8e6, "at least"), row(demo.NO_ATTENTION, 0.7, 9e6, "at least")]
+    assert "do not show" in demo.closing(rows)[0]
 
 
 def test_several_seeds_have_an_interval() -> None:
     plain = row(demo.PLAIN, {0: 0.90, 1: 0.92, 2: 0.94}, 2e3)
-    (worse,) = demo.findings([plain, row(demo.NO_FFN, {0: 0.80, 1: 0.83, 2: 0.83}, 2e4)], 400)
-    assert "accuracy -10.0 points [-12.5, -7.5], kappa" in worse
-    (alike,) = demo.findings([plain, row(demo.CB, {0: 0.91, 1: 0.92, 2: 0.92}, 2e4)], 400)
-    assert "points [-4.1, +3.5], undecided: zero is inside, kappa" in alike
-    (grayed,) = demo.findings([plain, row(demo.GRAYED, {0: 0.91, 1: 0.92, 2: 0.92}, 2e4)], 400)
-    assert "kappa into block 0 0.9 -> 0.9" in grayed
+    worse = row(demo.NO_FFN, {0: 0.80, 1: 0.83, 2: 0.83}, 2e4)
+    alike = row(demo.CB, {0: 0.91, 1: 0.92, 2: 0.92}, 2e4)
+    single = row(demo.GRAYED, {0: 0.91}, 2e4)
+    assert demo.differences_table([worse, alike]) is None
+    table = demo.differences_table([plain, worse, alike, single])
+    assert [list(column.cells) for column in table.columns] == [
+        [demo.NO_FFN, demo.CB, demo.GRAYED],
+        ["-10.0", "-0.3", "+1.0"],
+        ["-12.5 to -7.5", "-4.1 to +3.5", "-"],
+        ["lower", "undecided: zero is inside", "undecided: one run"],
+    ]
 
 
 def test_help_needs_no_torch() -> None:

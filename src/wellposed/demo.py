@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from wellposed.probes import Diagnosis
     from wellposed.probes.diagnose import What
     from wellposed.records import Record
+    from wellposed.stats import Estimate
 
 MARK, RUNS, PAGE = "demo.json", "runs", "report.html"
 EPOCHS, SEEDS = 12, 3
@@ -153,8 +154,8 @@ def run(
     ]
     console.print(as_table(rows, finished[0].folder, epochs))
     console.print(leaving_table(rows))
-    for sentence in findings(rows, _result(finished[0].folder)["about"]["test_images"]):
-        _say(console, f"\n{sentence}")
+    if (differences := differences_table(rows)) is not None:
+        console.print(differences)
     _write(out, [each.folder for each in finished], rows)
     where = (out / PAGE).resolve().as_uri()
     _say(console, f"\nwritten to {out}: {PAGE}, {MARK}, {RUNS}\nopen {out / PAGE} in a browser: {where}")
@@ -244,10 +245,10 @@ def as_table(rows: Sequence[Row], folder: Path, epochs: int) -> Table:
         title="A small ViT on handwritten digits: its skips, and each edit",
         caption=(
             f"{about['train_images']:,} training and {about['test_images']} test images, {epochs} epochs, "
-            f"Xavier's initialisation; {'one run' if n == 1 else f'means of {n} runs'} each. kappa: "
-            "condition number of the tokens after training, median over images, blocks and runs; of "
-            "attention and FFN before their skip is added. ≥: a lower bound, float32 resolves no more. "
-            "Entropy of the attention rows, 1 is uniform."
+            f"Xavier's initialisation; {'one run' if n == 1 else f'means of {n} runs'} each. kappa is the "
+            "condition number of the tokens after training, the median over images, blocks and runs; 1 is "
+            "best. For attention and the FFN it is that of their output, before the skip adds to it. ≥ is "
+            "a lower bound: float32 resolves no more. Entropy is that of attention, 1 is uniform."
         ),
         caption_justify="left",
     )
@@ -280,32 +281,40 @@ def _power(record: "Record") -> str:
     return f"{'≥' if record.status == 'at least' else ''}{math.log10(record.value):.1f}"
 
 
-def findings(rows: Sequence[Row], test_images: int) -> list[str]:
-    """What each change did, in sentences made of the numbers of these runs."""
-    by_name = {row.name: row for row in rows}
-    if PLAIN not in by_name:
-        return []
-    plain = by_name[PLAIN]
-    titles = {
-        NO_FFN: "Without the FFN's skips",
-        NO_ATTENTION: "Without attention's skips",
-        GRAYED: f"Graying what block 0 reads (eps {EPS})",
-        CB: "Context Broadcasting",
-    }
-    said = []
-    for name, title in titles.items():
-        if name in by_name:
-            row = by_name[name]
-            parts = [f"accuracy {_points(plain, row, test_images)}"]
-            if name == GRAYED:
-                parts.append(_arrow("kappa into block 0", plain.kappa_in, row.kappa_in))
-            else:
-                parts.append(
-                    _arrow("kappa of attention's output", plain.kappa_attention, row.kappa_attention)
-                )
-                parts.append(_arrow("entropy", plain.entropy, row.entropy))
-            said.append(f"{title}: {', '.join(parts)}.")
-    return said
+def differences_table(rows: Sequence[Row]) -> Table | None:
+    """Accuracy of each variant against the plain model, seed by seed; None without that."""
+    from wellposed.stats import paired
+
+    plain = next((row for row in rows if row.name == PLAIN), None)
+    if plain is None or len(rows) < 2:
+        return None
+    table = Table(
+        title=f"Accuracy compared with {PLAIN}, in points",
+        caption="Differences are taken seed by seed.",
+        caption_justify="left",
+    )
+    table.add_column("model", no_wrap=True)
+    for title in ("difference", "95% interval"):
+        table.add_column(title, justify="right")
+    table.add_column("so accuracy is")
+    for row in rows:
+        found = paired(_percent(row), _percent(plain)) if row is not plain else None
+        if found is not None:
+            told = "-" if found.p is None else f"{found.low:+.1f} to {found.high:+.1f}"
+            table.add_row(row.name, f"{found.mean:+.1f}", told, _verdict(found))
+    return table
+
+
+def _percent(row: Row) -> dict[Hashable, float]:
+    return {seed: 100 * accuracy for seed, accuracy in row.accuracy.items()}
+
+
+def _verdict(difference: "Estimate") -> str:
+    if difference.p is None:
+        return "undecided: one run" if difference.n == 1 else "undecided: no spread"
+    if difference.covers(0):
+        return "undecided: zero is inside"
+    return "higher" if difference.mean > 0 else "lower"
 
 
 def closing(rows: Sequence[Row]) -> list[str]:
@@ -313,36 +322,22 @@ def closing(rows: Sequence[Row]) -> list[str]:
     by_name = {row.name: row for row in rows}
     if not by_name.keys() >= {PLAIN, NO_FFN, NO_ATTENTION}:
         return []
-    plain, no_ffn, no_attention = (by_name[name] for name in (PLAIN, NO_FFN, NO_ATTENTION))
-    last = [row.leaving[-1] for row in (plain, no_ffn, no_attention)]
-    is_worst = (last[2].value or 0) > max(last[0].value or 0, last[1].value or 0)
-    holds = "holds the conditioning" if is_worst else "is not the one that holds it in these runs"
+    plain, no_ffn, no_attention = (by_name[name].leaving[-1] for name in (PLAIN, NO_FFN, NO_ATTENTION))
+    least = max(plain.value or 0, no_ffn.value or 0)
+    # Of two lower bounds neither is known to be the larger.
+    is_worst = (no_attention.value or 0) > least and no_ffn.status != "at least"
+    seen = (
+        "attention's skips hold the conditioning; without them the tokens leave the last block with kappa "
+        f"{no_attention.text()} instead of {plain.text()}."
+        if is_worst
+        else "these runs do not show that attention's skips hold the conditioning; the tokens leave the last "
+        f"block with kappa {no_attention.text()} without them, and with {no_ffn.text()} without the FFN's."
+    )
     return [
-        f"Seen: the tokens that leave the last block have kappa {last[0].text()} with all skips, "
-        f"{last[1].text()} without the FFN's and {last[2].text()} without attention's, so attention's skip "
-        f"{holds}; accuracy is {plain.mean:.1%}, {no_ffn.mean:.1%} and {no_attention.mean:.1%}.",
+        f"Seen: {seen}",
         "Next: measure your own model with wellposed diagnose MODEL --images DIR, and look up what you see "
         "in docs/fix-my-model.md.",
     ]
-
-
-def _points(plain: Row, edited: Row, test_images: int) -> str:
-    """The difference by seed, with its interval; of one seed, with what so many test images can resolve."""
-    from wellposed.stats import one_sample
-
-    seeds = sorted(edited.accuracy.keys() & plain.accuracy.keys())
-    difference = one_sample([100 * (edited.accuracy[seed] - plain.accuracy[seed]) for seed in seeds])
-    if difference.p is not None:
-        zero = ", undecided: zero is inside" if difference.covers(0) else ""
-        return f"{difference.mean:+.1f} points [{difference.low:+.1f}, {difference.high:+.1f}]{zero}"
-    share = (edited.mean + plain.mean) / 2
-    resolved = 196 * math.sqrt(2 * share * (1 - share) / (test_images * difference.n))
-    within = "; within" if abs(difference.mean) <= resolved else "; beyond"
-    return f"{difference.mean:+.1f} points ({test_images} test images{within} their chance, ±{resolved:.1f})"
-
-
-def _arrow(name: str, before: "Record", after: "Record") -> str:
-    return f"{name} {before.text()} -> {after.text()}"
 
 
 def _make_room(out: Path, recipes: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ import csv
 import itertools
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import report_material as make
 from wellposed.probes.diagnosis import Diagnosis
 from wellposed.report import read_data, read_material, report_page
+from wellposed.report.comparing import by_place
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
@@ -22,6 +24,9 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"
 )
+
+
+CELLS = "#conditioning-chart svg .mark-rect.role-mark.child_layer_0_marks path"
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +60,10 @@ def opened(browser: Any, report: Path, **options: Any) -> Iterator[Any]:
     page.on("request", lambda request: asked.append(request.url))
     page.goto(report.as_uri())
     page.wait_for_selector("html[data-ready]", timeout=30_000)
+    page.evaluate("document.querySelectorAll('details.part').forEach(part => { part.open = true; })")
+    page.wait_for_function(
+        "[...document.querySelectorAll('.chart')].every(chart => chart.querySelector('svg'))"
+    )
     yield page
     context.close()
     assert said == []
@@ -66,8 +75,8 @@ def test_it_opens_and_draws(browser: Any, report: Path) -> None:
     with opened(browser, report) as page:
         for name in ("runs", "conditioning", "density", "bounds", "jacobian", "training"):
             assert page.locator(f"#{name}-chart svg").count() == 1, name
-        cells = page.locator("#conditioning-chart svg .mark-rect.role-mark.layer_0_marks path")
-        assert cells.count() == 2 * len(make.POSITIONS)
+        # Of each of the two diagnoses all, of each of the two runs what the monitor saw.
+        assert page.locator(CELLS).count() == 2 * 2 * len(make.POSITIONS) + 2 * 2 * 3
         assert page.locator("#graying-pictures img").count() == 3 * 9  # before, and two for each of four eps
         natural = page.evaluate("[...document.images].map(image => image.naturalWidth)")
         assert set(natural) == {8}
@@ -77,9 +86,7 @@ def test_a_click_opens_the_spectrum_of_that_place(browser: Any, report: Path) ->
     with opened(browser, report) as page:
         said = page.locator("#conditioning-said")
         assert said.inner_text().startswith("block 1, attention.branch: kappa")
-        cells = page.locator("#conditioning-chart svg .mark-rect.role-mark.layer_0_marks path")
-        page.locator("#conditioning-choose").select_option(label="second")
-        cells.nth(0).click()
+        page.locator(CELLS).nth(-2 * len(make.POSITIONS)).click()  # the first of the last panel
         playwright.expect(said).to_contain_text("block 0, input: kappa")
         assert "5 in second" in said.inner_text()
         lines = page.locator("#conditioning-spectrum-chart svg .mark-line path")
@@ -89,11 +96,32 @@ def test_a_click_opens_the_spectrum_of_that_place(browser: Any, report: Path) ->
         playwright.expect(said).to_contain_text("block 1, ffn.sum: kappa")
 
 
+@pytest.mark.parametrize("seeds", [3, 4])
+def test_a_cell_is_the_median_of_its_variant(browser: Any, tmp_path: Path, seeds: int) -> None:
+    """As Python has it, with a lower bound in one run above the others, and in one below them."""
+    for seed in range(seeds):
+        make.write_run(tmp_path / "runs" / f"plain{seed}", seed=seed)
+        known = [r for r in make.records(scale=1.0 + seed**2) if r.measure == "kappa"]
+        place = {0: "input", seeds - 1: "ffn.sum"}.get(seed)
+        marked = [replace(r, status="at least") if r.position == place else r for r in known]
+        Diagnosis(tuple(marked), {"model": "vit"}).to_json(tmp_path / "runs" / f"plain{seed}/diagnosis.json")
+    material = read_material([tmp_path / "runs"])
+    (tmp_path / "report.html").write_text(report_page(material), encoding="utf-8")
+    with opened(browser, tmp_path / "report.html") as page:
+        labels = page.locator(CELLS.replace("child_", "")).evaluate_all("all => all.map(e => e.ariaLabel)")
+        marks = page.locator("#conditioning-chart svg .role-mark.layer_1_marks text").count()
+    found = [dict(part.split(": ") for part in label.split("; ")) for label in labels]
+    drawn = {(int(cell["block"]), cell["position"]): float(cell["ln kappa"]) for cell in found}
+    expected = by_place(material.subjects)
+    assert drawn == pytest.approx({place: log.value for place, log in expected.items()})
+    bounds = [position for (_, position), log in expected.items() if log.at_least]
+    assert bounds == ["input", "input"]
+    assert marks == 2
+
+
 def test_a_tooltip_tells_the_record(browser: Any, report: Path) -> None:
     with opened(browser, report) as page:
-        page.locator("#conditioning-choose").select_option(label="second")
-        cells = page.locator("#conditioning-chart svg .mark-rect.role-mark.layer_0_marks path")
-        cells.nth(8).hover()
+        page.locator(CELLS).nth(8 - 2 * len(make.POSITIONS)).hover()
         tip = page.locator(".tip")
         playwright.expect(tip).to_be_visible()
         assert tip.locator("dt").all_inner_texts()[:4] == ["block", "module", "position", "kappa"]
@@ -102,7 +130,7 @@ def test_a_tooltip_tells_the_record(browser: Any, report: Path) -> None:
 
 def test_a_table_sorts_both_ways(browser: Any, report: Path) -> None:
     with opened(browser, report) as page:
-        page.locator("#conditioning summary").click()
+        page.locator("#conditioning details summary").click()
         head = page.locator("#conditioning-table th", has_text="ln kappa")
         values = "rows => rows.map(row => +row.children[4].title)"
         head.locator("button").click()
@@ -122,10 +150,8 @@ def test_hostile_names_are_shown_as_text(browser: Any, report: Path) -> None:
         assert page.locator("img[src='x']").count() == 0
         cells = page.locator("#provenance-table td bdi").all_inner_texts()
         assert make.HOSTILE in cells
+        page.locator("#runs details summary").click()
         assert make.HOSTILE_FOLDER in page.locator("#runs-table td bdi").all_inner_texts()
-        page.locator("#conditioning-choose").select_option(label=make.HOSTILE_FOLDER)
-        page.wait_for_timeout(200)
-        assert page.evaluate("window.harmed") is None
 
 
 @pytest.mark.parametrize("kind", ["PNG", "SVG", "CSV"])
@@ -188,5 +214,6 @@ def test_a_keyboard_reaches_what_a_mouse_does(browser: Any, report: Path) -> Non
         headings = page.evaluate("[...document.querySelectorAll('h1, h2, h3')].map(h => +h.tagName[1])")
         assert headings[0] == 1
         assert all(after - before <= 1 for before, after in itertools.pairwise(headings))
+        page.locator("#runs details summary").click()
         captions = page.locator("#runs-table caption").all_inner_texts()
-        assert captions == ["Side by side. The buttons in the head sort."]
+        assert captions == ["Accuracy by variant. The buttons in the head sort."]

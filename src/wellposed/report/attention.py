@@ -46,7 +46,7 @@ def attention_section(material: Material, budget: Budget) -> Section | Missing:
             rows.append((subject.name, *where, max(record.curve), row, column, record.note))
     chart = Chart(
         columns=columns(
-            "run; measure; block; head; largest: largest weight; row: in row; column: in column; note"
+            "run; measure; block; head; largest=largest weight; row=in row; column=in column; note"
         ),
         rows=tuple(rows),
         spec=None,

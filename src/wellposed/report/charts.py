@@ -5,10 +5,11 @@ The rows are the chart's data, the table next to it and the CSV file at once, so
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from wellposed.records import Record
 
 Cell = str | int | float | None
 
@@ -39,9 +40,9 @@ class Chart:
         rows: one cell a column.
         spec: Vega-Lite without data and width; None for a table alone.
         describe: what is to be seen, for those who do not see it.
-        choose: key of the column of which one value is shown at a time.
-        choose_title: its name, next to the menu.
-        chosen: the value that is shown first.
+        facet: key of the column of which each value has a panel; all panels share their scales.
+        median: the column of which the median over a variant's runs is drawn, then those that make a cell.
+        most: a column, and how many of its values are drawn before a button asks for all.
         opens: what a click on a mark opens: ``"spectrum"``, or nothing.
         table_open: whether the table is unfolded from the start.
     """
@@ -50,9 +51,9 @@ class Chart:
     rows: tuple[tuple[Cell, ...], ...]
     spec: dict[str, Any] | None
     describe: str
-    choose: str = ""
-    choose_title: str = ""
-    chosen: str = ""
+    facet: str = ""
+    median: tuple[str, ...] = ()
+    most: tuple[str, int] = ("", 0)
     opens: str = ""
     table_open: bool = False
 
@@ -71,8 +72,8 @@ class Section:
         title: the heading.
         words: paragraphs.
         chart: None for words alone.
-        thinned: what was skipped of the data, in a sentence; empty for nothing.
-        extra: further data, such as the spectra that a click opens.
+        thinned: what was left out of the data, in a sentence; empty for nothing.
+        extra: data beside the rows, such as the spectra that a click opens.
     """
 
     id: str
@@ -108,32 +109,38 @@ class Budget:
     seeds: bool = True
 
     def smaller(self) -> "Budget":
-        """The next one; the same where nothing more can be skipped."""
+        """The next one; the same where nothing more can be left out."""
         curve = max(self.curve // 2, 8)
         heads, seeds = self.heads and self.curve > 8, self.seeds and self.heads
         return Budget(max(self.points // 2, 1), curve, heads, seeds)
 
 
-def columns(text: str = "", **titles: str) -> tuple[Column, ...]:
-    """From ``"key: title; key; -key"``; a title that is its key is not repeated, ``-`` is not shown.
+def columns(text: str) -> tuple[Column, ...]:
+    """From ``"key=title; key"``; a title that starts with ``-`` is of a column that is not shown.
 
-    >>> [(column.key, column.title) for column in columns("block; kappa; low: lower quartile")]
-    [('block', 'block'), ('kappa', 'kappa'), ('low', 'lower quartile')]
+    >>> [(column.key, column.title) for column in columns("block; low=lower quartile; image_kappa")]
+    [('block', 'block'), ('low', 'lower quartile'), ('image_kappa', 'image kappa')]
     """
-    made = []
-    for each in filter(None, text.split("; ")):
-        key, _, title = each.removeprefix("-").partition(": ")
-        made.append(Column(key=key, title=title or key, hidden=each.startswith("-")))
-    return (*made, *(Column(key=key, title=title) for key, title in titles.items()))
+    pairs = [part.partition("=") for part in text.split("; ")]
+    told = [(key, title or key.replace("_", " ")) for key, _, title in pairs]
+    return tuple(Column(key=key, title=title.lstrip("-"), hidden=title[:1] == "-") for key, title in told)
 
 
-def of(field: str, kind: str = "quantitative", **more: Any) -> dict[str, Any]:
-    """A channel of Vega-Lite."""
-    return {"field": field, "type": kind, **more}
+ALL = "all"
+"""What stands for the head of a record that is about all heads."""
 
 
-def tooltip(*names: str) -> list[dict[str, str]]:
-    return [{"field": name} for name in names]
+def cells(record: Record, names: str) -> tuple[Any, ...]:
+    """Fields of a record, without what JSON has not."""
+    return tuple(_cell(name, getattr(record, name)) for name in names.split())
+
+
+def _cell(name: str, value: Any) -> Any:
+    if name == "head":
+        return ALL if value is None else str(value)
+    if name == "images":
+        return value or None
+    return finite(value) if isinstance(value, float) else value
 
 
 LOG_AXIS: Mapping[str, Any] = {
@@ -143,6 +150,36 @@ LOG_AXIS: Mapping[str, Any] = {
     "labelExpr": "datum.value >= 1 && datum.value < 10000 ? '' + datum.value : replace(datum.label, '+', '')",
 }
 """Of condition numbers and singular values: 200, 5e6, 1e-3."""
+
+
+Spec = dict[str, Any]
+"""A part of a chart, as Vega-Lite has it."""
+
+
+def channel(field: str, title: str | None, kind: str = "quantitative", **more: Any) -> Spec:
+    """A field on an axis, or as colour."""
+    return {"field": field, "type": kind, "title": title, **more}
+
+
+def nominal(field: str, **more: Any) -> Spec:
+    """A name, whose axis or legend needs no title."""
+    return channel(field, None, "nominal", **more)
+
+
+def tips(*names: str) -> list[Spec]:
+    """What a tooltip shows."""
+    return [{"field": name} for name in names]
+
+
+def layer(mark: str, encoding: Spec, where: Any = None, **style: Any) -> Spec:
+    """A mark, of the rows ``where`` a filter holds."""
+    chosen = {"transform": [{"filter": where}]} if where is not None else {}
+    return {**chosen, "mark": {"type": mark, **style}, "encoding": encoding}
+
+
+def known(field: str) -> Spec:
+    """A filter: the rows that have the field."""
+    return {"field": field, "valid": True}
 
 
 def finite(value: object) -> float | int | None:
@@ -167,12 +204,6 @@ def distinct(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def largest_subject(rows: Sequence[Sequence[Any]]) -> str:
-    """The subject, in the first cell, that has the most rows."""
-    counts = Counter(str(row[0]) for row in rows)
-    return counts.most_common(1)[0][0]
-
-
 def picked(values: Sequence[float], most: int) -> list[tuple[int, float]]:
     """At most ``most`` of the values with their indices, evenly, the first and the last among them.
 
@@ -188,14 +219,14 @@ def picked(values: Sequence[float], most: int) -> list[tuple[int, float]]:
 
 def pack(values: Sequence[Any]) -> dict[str, Any]:
     """As ``values``, with ``levels`` where they are names and ``repeats`` where that is shorter."""
-    made: dict[str, Any] = {}
+    told: dict[str, Any] = {}
     if any(isinstance(value, str) for value in values):
         levels = {value: code for code, value in enumerate(dict.fromkeys(values))}
-        made["levels"], values = list(levels), [levels[value] for value in values]
+        told["levels"], values = list(levels), [levels[value] for value in values]
     stretches = [(value, len(list(equal))) for value, equal in itertools.groupby(values)]
     if 2 * len(stretches) < len(values):
-        return made | {"values": [value for value, _ in stretches], "repeats": [n for _, n in stretches]}
-    return made | {"values": list(values)}
+        return told | {"values": [value for value, _ in stretches], "repeats": [n for _, n in stretches]}
+    return told | {"values": list(values)}
 
 
 def unpacked(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -1,15 +1,37 @@
-"""Runs side by side: one row a variant, with n and the deviation over its seeds."""
+"""Variants next to each other: one row each, and what the edits changed, with 95% intervals.
 
+Runs of one seed are a pair. A lower bound of kappa enters no mean: medians say whether they are bounds too.
+"""
+
+import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from wellposed.records import Record
-from wellposed.report.charts import Budget, Chart, Section, columns, finite, of, tooltip
-from wellposed.report.subjects import COLLAPSED, Material, Subject, mark
-from wellposed.stats import spread
+from wellposed.calls import with_edits
+from wellposed.records import Record, short
+from wellposed.report.charts import (
+    Budget,
+    Chart,
+    Section,
+    Spec,
+    channel,
+    columns,
+    finite,
+    known,
+    layer,
+    nominal,
+    tips,
+)
+from wellposed.report.heat_maps import sorted_positions
+from wellposed.report.subjects import COLLAPSED, SEED_FIELDS, Material, Subject, mark
+from wellposed.stats import Estimate, Median, median, paired, paired_median, spread, unpaired
 
-TITLE = "Side by side"
+TITLE = "Accuracy by variant"
+MOST_ROWS = 24
+Place = tuple[int, str]
+"""Block and position."""
 
 
 def accuracy(subject: Subject) -> float | None:
@@ -18,40 +40,64 @@ def accuracy(subject: Subject) -> float | None:
     return None if value is None else 100.0 * value
 
 
-def worst(subject: Subject) -> Record | None:
-    """The record of the largest kappa of a block's tokens."""
-    kappas = [r for r in subject.select("kappa") if (finite(r.value) or 0) > 0 and r.head is None]
-    return max(kappas, key=lambda record: record.value or 0.0, default=None)
+def kappas(subject: Subject) -> dict[Place, Record]:
+    """Of the blocks' tokens."""
+    return {
+        (r.block, r.position): r
+        for r in subject.select("kappa")
+        if r.head is None and r.block is not None and (finite(r.value) or 0) > 0
+    }
 
 
-def worst_places(subject: Subject) -> list[Record]:
-    """The records of which each may be the worst: those that are bounds, and a number above all of these."""
-    largest = worst(subject)
-    bounds = [r for r in subject.select("kappa") if r.status == "at least" and r.head is None]
-    return bounds if largest is None or largest.status == "at least" else [largest, *bounds]
+def by_place(subjects: Sequence[Subject]) -> dict[Place, Median]:
+    """Ln kappa, the median over the runs of a variant."""
+    found: dict[Place, list[Record]] = {}
+    for subject in subjects:
+        for place, record in kappas(subject).items():
+            found.setdefault(place, []).append(record)
+    return {place: median_log(records) for place, records in found.items()}
 
 
-def log_worst(subject: Subject) -> float | None:
-    record = worst(subject)
-    return None if record is None else record.log
+def median_log(records: Sequence[Record]) -> Median:
+    """Of ln kappa."""
+    return median([r.log or 0.0 for r in records], [r.status == "at least" for r in records])
 
 
-def largest_log(subject: Subject, position: str) -> float | None:
-    """Ln kappa at a position, the largest over the blocks."""
-    logs = [r.log for r in subject.select("kappa") if r.position == position and r.head is None]
-    return max((log for log in logs if log is not None), default=None)
+def kappa_text(log: Median) -> str:
+    """Kappa for people."""
+    return ("≥\u00a0" if log.at_least else "") + short(math.exp(log.value))
 
 
-def mean_log(subject: Subject, position: str) -> float | None:
-    """Ln kappa at a position, the mean over the blocks."""
-    logs = [r.log for r in subject.select("kappa") if r.position == position and r.head is None]
-    known = [log for log in logs if log is not None]
-    return statistics.fmean(known) if known else None
+class Worst(NamedTuple):
+    """The worst place of a variant.
+
+    Args:
+        kappa: ln kappa there.
+        places: of which each may be the worst: bounds have no order.
+        bounds: at how many places kappa is a lower bound, ``of`` so many.
+    """
+
+    kappa: Median
+    places: list[Place]
+    bounds: int
+    of: int
+
+    def where(self, noun: str) -> str:
+        """In words; ``noun`` is what one of several places is called."""
+        if len(self.places) > 1:
+            return f"one of {len(self.places)}{noun}, which are bounds"
+        return f"block {self.places[0][0]}, {self.places[0][1]}"
 
 
-def has_bounds(subject: Subject, position: str) -> bool:
-    """Whether a kappa at the position is a lower bound, and so :func:`mean_log` too."""
-    return any(r.status == "at least" for r in subject.select("kappa") if r.position == position)
+def worst(subjects: Sequence[Subject]) -> Worst | None:
+    """Of the medians over the runs of a variant; None where no kappa was measured."""
+    places = by_place(subjects)
+    if not places:
+        return None
+    largest = max(places, key=lambda place: places[place].value)
+    bounds = [place for place, log in places.items() if log.at_least]
+    tied = bounds if places[largest].at_least else [largest, *bounds]
+    return Worst(places[largest], tied, len(bounds), len(places))
 
 
 def mean_entropy(subject: Subject) -> float | None:
@@ -60,118 +106,256 @@ def mean_entropy(subject: Subject) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-_MEASURES: Mapping[str, tuple[str, Any]] = {
+def leaving(subject: Subject) -> tuple[Place, Record] | None:
+    """Kappa of the tokens that leave the last block; those that enter it where only these were measured."""
+    found = kappas(subject)
+    last = max((block for block, _ in found), default=None)
+    names = [position for block, position in found if block == last]
+    ends = [name for name in sorted_positions(names) if name.endswith(".sum")] or names
+    if last is None or not (ends[-1].endswith(".sum") or "input" in names):
+        return None
+    place = (last, ends[-1] if ends[-1].endswith(".sum") else "input")
+    return place, found[place]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of a variant, against the one without edits.
+
+    Args:
+        name, baseline: of the two variants.
+        accuracy: difference in points.
+        entropy: difference of its mean over the blocks.
+        ln_kappa: difference at ``place``; None where the baseline has a lower bound there.
+        place: where the tokens leave the last block.
+        before, after: ln kappa there.
+        differs: whether the recipes differ in more than the edits.
+    """
+
+    name: str
+    baseline: str
+    accuracy: Estimate | None
+    entropy: Estimate | None
+    ln_kappa: Estimate | None
+    place: Place | None
+    before: Median | None
+    after: Median | None
+    differs: bool
+
+
+def is_decided(difference: Estimate) -> bool:
+    """Whether zero lies outside of the interval; one pair of runs has none."""
+    return difference.p is not None and not difference.covers(0.0)
+
+
+def direction(difference: Estimate) -> str:
+    """In a word."""
+    if not is_decided(difference):
+        return "undecided"
+    return "higher" if difference.mean > 0 else "lower"
+
+
+def changes(material: Material) -> list[Change]:
+    """Of each edited variant that has a baseline: no edits, the same model and data, the nearest recipe."""
+    counted = {name: own for name, own in material.variants().items() if own[0].counts}
+    found = []
+    for name, own in counted.items():
+        like = [
+            other
+            for other, of in counted.items()
+            if not of[0].edits and (of[0].key, of[0].kind) == (own[0].key, own[0].kind)
+        ]
+        if own[0].edits and like:
+            apart = {other: _differing(own[0].recipe, counted[other][0].recipe) for other in like}
+            baseline = min(like, key=apart.__getitem__)
+            found.append(_change(name, own, baseline, counted[baseline], differs=apart[baseline] > 0))
+    return found
+
+
+def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> int:
+    """How many fields other than the edits."""
+    a, b = with_edits(first), with_edits(second)
+    return sum(a.get(key) != b.get(key) for key in a.keys() | b.keys() if key not in ("edits", *SEED_FIELDS))
+
+
+def _change(
+    name: str, edited: Sequence[Subject], baseline: str, plain: Sequence[Subject], *, differs: bool
+) -> Change:
+    ends = [[found for each in of if (found := leaving(each))] for of in (plain, edited)]
+    places = {place for of in ends for place, _ in of}
+    has_kappa = len(places) == 1 and all(ends)
+    before, after = (median_log([r for _, r in of]) if has_kappa else None for of in ends)
+    return Change(
+        name,
+        baseline,
+        accuracy=difference(edited, plain, accuracy),
+        entropy=difference(edited, plain, mean_entropy),
+        ln_kappa=_kappa_difference(edited, plain) if has_kappa else None,
+        place=next(iter(places)) if has_kappa else None,
+        before=before,
+        after=after,
+        differs=differs,
+    )
+
+
+def difference(
+    first: Sequence[Subject], second: Sequence[Subject], measure: Callable[[Subject], float | None]
+) -> Estimate | None:
+    """Seed by seed; of runs that share no seeds, of the means. None where a side has no number."""
+    a, b = (_by_seed(of, measure) for of in (first, second))
+    if not a or not b:
+        return None
+    pairs = len(a.keys() & b.keys())
+    if pairs > 1 or (pairs and min(len(a), len(b)) == 1):
+        return paired(a, b)
+    return unpaired(list(a.values()), list(b.values()))
+
+
+def _by_seed(
+    subjects: Sequence[Subject], measure: Callable[[Subject], float | None]
+) -> dict[Hashable, float]:
+    """What has no seed has no partner."""
+    known = {each.name if each.seed is None else each.seed: measure(each) for each in subjects}
+    return {key: value for key, value in known.items() if value is not None}
+
+
+def _log_leaving(subject: Subject) -> float | None:
+    found = leaving(subject)
+    return None if found is None else found[1].log
+
+
+def _kappa_difference(edited: Sequence[Subject], plain: Sequence[Subject]) -> Estimate | None:
+    """Of ln kappa. No ratio is made of two bounds, and none that would be at most."""
+    bounds = [
+        {each.seed for each in of if (found := leaving(each)) and found[1].status == "at least"}
+        for of in (edited, plain)
+    ]
+    if bounds[1]:
+        return None
+    if not bounds[0]:
+        return difference(edited, plain, _log_leaving)
+    a, b = (_by_seed(of, _log_leaving) for of in (edited, plain))
+    return paired_median(a, b, {seed: True for seed in bounds[0]}) if a.keys() & b.keys() else None
+
+
+_MEASURES: Mapping[str, tuple[str, Callable[[Subject], float | None]]] = {
     "accuracy": ("accuracy, %", accuracy),
     "loss": ("test loss", lambda subject: finite(subject.test.get("loss"))),
-    "ln_kappa": ("ln kappa, worst place", log_worst),
     "entropy": ("entropy, mean", mean_entropy),
     "images_per_second": ("images/s", lambda s: finite(s.summary.get("images_per_second"))),
+}
+_DIFFERENCE = {
+    "lowest": "lowest run",
+    "highest": "highest run",
+    "difference": "difference, points",
+    "low": "from",
+    "high": "to",
+    "verdict": "accuracy is",
+    "baseline": "compared with",
 }
 
 
 def comparing_section(material: Material, budget: Budget) -> Section:
     titles: dict[str, str] = {"name": "variant", "n": "n"}
     for key, (title, _) in _MEASURES.items():
-        titles |= {key: title, f"{key}_deviation": "±"}
-    titles |= {"bound": "of ln kappa", "place": "worst place", "state": "state", "edits": "edits"}
-    rows = [row for name, subjects in material.groups().items() for row in _rows(name, subjects)]
-    empty = {
-        key for index, key in enumerate(titles) if index > 1 and all(row[index] in (None, "") for row in rows)
-    }
-    kept = [index for index, key in enumerate(titles) if key not in empty]
-    shown = tuple(tuple(row[index] for index in kept) for row in rows)
-    words = [
-        "n runs each; mean, and ± the standard deviation of the sample over the seeds. Accuracy and loss "
-        "are of the last test. ln kappa is of the worst block and position, entropy the mean over the "
-        "blocks (1 is uniform)."
-    ]
-    if "accuracy" in empty:
-        words = [
-            "ln kappa is of the worst block and position, entropy the mean over the blocks (1 is uniform)."
-        ]
-    if material.unfinished:
-        words.append(_unfinished(len(material.unfinished)))
+        titles |= {key: title, f"{key}_deviation": "±"} | (_DIFFERENCE if key == "accuracy" else {})
+    titles |= {"ln_kappa": "ln kappa, worst place", "bound": "of ln kappa", "place": "worst place"}
+    titles |= {"state": "state", "edits": "edits"}
+    by_name = {change.name: change for change in changes(material)}
+    rows = [_row(name, own, by_name.get(name)) for name, own in material.variants().items()]
+    kept = [key for key in titles if any(row.get(key) not in (None, "") for row in rows)]
     chart = Chart(
-        columns=columns(**{key: title for key, title in titles.items() if key not in empty}),
-        rows=shown,
-        spec=_spec([row[0] for row in rows]) if "accuracy" not in empty and len(rows) > 1 else None,
-        describe="Accuracy of each variant as a point, with a bar of one deviation to each side. "
-        "The table below has the same numbers.",
-        table_open=True,
+        columns=columns("; ".join(f"{key}={titles[key]}" for key in kept)),
+        rows=tuple(tuple(row.get(key) for key in kept) for row in rows),
+        spec=_spec([row["name"] for row in rows], has_changes="difference" in kept)
+        if "accuracy" in kept and len(rows) > 1
+        else None,
+        describe="Accuracy of each variant as a point, with a line from its lowest to its highest run; next "
+        "to it the difference from the variant without edits, with its interval of 95%. The table below has "
+        "the same numbers.",
+        most=("name", MOST_ROWS),
     )
-    return Section(id="runs", title=TITLE, words=tuple(words), chart=chart)
+    title = TITLE if chart.spec else "Table of the variants" if len(rows) > 1 else "Summary"
+    return Section(id="runs", title=title, words=tuple(_words(material, kept, by_name)), chart=chart)
 
 
-def _unfinished(count: int) -> str:
-    runs, have = ("1 run is", "it has a row") if count == 1 else (f"{count} runs are", "they have rows")
-    return (
-        f"{runs} not finished and not counted in n, mean and deviation; {have} with n = 0 and the last "
-        "numbers so far."
-    )
+def _words(material: Material, kept: Sequence[str], found: Mapping[str, Change]) -> Iterator[str]:
+    if "accuracy" in kept and len(material.variants()) > 1:
+        yield (
+            "Test accuracy after the last epoch: the point is the mean, the line goes from the lowest run to "
+            "the highest."
+        )
+    if "difference" in kept:
+        paired_up = all(
+            each.accuracy is None or each.accuracy.comparison == "paired" for each in found.values()
+        )
+        how = "seed by seed, " if paired_up else ""
+        yield (
+            f"Differences are taken {how}with intervals of 95%. Where zero is inside, the difference is "
+            "undecided; a single run decides nothing."
+        )
+    if left := len(material.unfinished):
+        runs, have = ("1 run is", "it has a row") if left == 1 else (f"{left} runs are", "they have rows")
+        yield f"{runs} not finished and counted in no mean; {have} with n = 0."
 
 
-def _rows(name: str, subjects: Sequence[Subject]) -> Iterator[tuple[Any, ...]]:
-    """One of the runs that count, and one for each that does not."""
-    counted = [subject for subject in subjects if subject.counts]
-    if counted:
-        yield _row(name, counted, len(counted), _collapsed(counted))
-    for subject in subjects:
-        if not subject.counts:
-            yield _row(subject.name, [subject], 0, subject.state)
-
-
-def _collapsed(subjects: Sequence[Subject]) -> str:
-    count = sum(mark(subject.summary) == COLLAPSED for subject in subjects)
-    return f"{count} of {len(subjects)} {COLLAPSED}" if count else ""
-
-
-def _row(name: str, subjects: Sequence[Subject], n: int, state: str) -> tuple[Any, ...]:
-    cells: list[Any] = [name, n]
-    places = [(record, len(worst_places(each))) for each in subjects if (record := worst(each)) is not None]
-    bad, count = max(places, key=lambda place: place[0].value or 0.0, default=(None, 0))
-    is_bound = any(record.status == "at least" for record, _ in places)
+def _row(name: str, subjects: Sequence[Subject], change: Change | None) -> dict[str, Any]:
+    counts = subjects[0].counts
+    cells: dict[str, Any] = {"name": name, "n": len(subjects) if counts else 0}
     for key, (_, measure) in _MEASURES.items():
-        found = spread(measure(subject) for subject in subjects)
-        # The spread of bounds is not that of the numbers.
-        is_known = not (is_bound and key == "ln_kappa")
-        cells += [None, None] if found is None else [found.mean, found.deviation if is_known else None]
-    cells.append("lower bound" if is_bound else "")
-    one = "" if bad is None else f"block {bad.block}, {bad.position}"
-    cells.append(f"one of {count}, which are bounds" if count > 1 else one)
-    cells += [state, "; ".join(subjects[0].edits) or "none"]
-    return tuple(cells)
-
-
-def _spec(names: Sequence[str]) -> dict[str, Any]:
-    place = of("name", "nominal", title=None, sort=list(names))
-    value = {"type": "quantitative", "title": "test accuracy, %", "scale": {"zero": False, "padding": 12}}
-    # Without a deviation there is no bar.
-    low, high = "datum.accuracy - datum.accuracy_deviation", "datum.accuracy + datum.accuracy_deviation"
-    return {
-        "height": {"step": 30},
-        "transform": [
-            {"filter": {"field": "accuracy", "valid": True}},
-            {"calculate": low, "as": "accuracy_low"},
-            {"calculate": high, "as": "accuracy_high"},
-        ],
-        "encoding": {"y": place},
-        "layer": [
-            {
-                "transform": [{"filter": {"field": "accuracy_deviation", "valid": True}}],
-                "mark": {"type": "rule", "strokeWidth": 3, "opacity": 0.5},
-                "encoding": {
-                    "x": {"field": "accuracy_low", **value},
-                    "x2": {"field": "accuracy_high"},
-                    "color": of("name", "nominal", sort=list(names), legend=None),
-                },
-            },
-            {
-                "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
-                "encoding": {
-                    "x": {"field": "accuracy", **value},
-                    "color": of("name", "nominal", sort=list(names), legend=None),
-                    "tooltip": tooltip("name", "n", "accuracy", "accuracy_deviation"),
-                },
-            },
-        ],
+        found = spread(map(measure, subjects))
+        cells[key] = None if found is None else found.mean
+        cells[f"{key}_deviation"] = None if found is None else found.deviation
+    values = [value for each in subjects if (value := accuracy(each)) is not None]
+    cells |= {"lowest": min(values), "highest": max(values)} if len(values) > 1 else {}
+    gain = change.accuracy if change else None
+    if change and gain:
+        cells |= {"difference": gain.mean, "low": finite(gain.low), "high": finite(gain.high)}
+        cells |= {"verdict": direction(gain), "baseline": change.baseline}
+    if bad := worst(subjects):
+        cells |= {"ln_kappa": bad.kappa.value, "bound": "lower bound" if bad.kappa.at_least else ""}
+        cells["place"] = bad.where("")
+    collapsed = sum(mark(subject.summary) == COLLAPSED for subject in subjects)
+    ended = f"{collapsed} of {len(subjects)} {COLLAPSED}" if collapsed else ""
+    return cells | {
+        "state": ended if counts else subjects[0].state,
+        "edits": "; ".join(subjects[0].edits) or "none",
     }
+
+
+def _spec(names: Sequence[str], *, has_changes: bool) -> dict[str, Any]:
+    """Accuracy; next to it (below it on a phone), the differences."""
+    whole = {
+        "height": {"step": 30},
+        "transform": [{"filter": known("accuracy")}],
+        "encoding": {"y": nominal("name", sort=list(names))},
+    }
+    point = {"filled": True, "size": 80, "opacity": 1}
+    ticks: Spec = {"axis": {"tickCount": 5}}
+    x = channel("accuracy", "test accuracy, %", scale={"zero": False, "padding": 10}, **ticks)
+    told = tips("name", "n", "accuracy", "accuracy_deviation")
+    ends = {"x": {**x, "field": "lowest"}, "x2": {"field": "highest"}}
+    left = whole | {
+        "layer": [
+            layer("rule", ends, strokeWidth=2, style="mean"),
+            layer("point", {"x": x, "tooltip": told}, **point, style="mean"),
+        ]
+    }
+    if not has_changes:
+        return left
+    x = channel("difference", "difference, points (95% interval)", scale={"padding": 10}, **ticks)
+    words, shapes = ["lower", "undecided", "higher"], ["triangle-left", "circle", "triangle-right"]
+    colour = {"scale": {"domain": words, "range": "verdict"}, "legend": {"symbolType": "circle"}}
+    drawn = {"color": nominal("verdict", sort=words, **colour)}
+    shape = nominal("verdict", sort=words, scale={"domain": words, "range": shapes}, legend=None)
+    told = tips("name", "difference", "low", "high", "verdict", "baseline")
+    zero = {"x": {"datum": 0, **{key: x[key] for key in ("type", "title", "scale", "axis")}}, "y": None}
+    interval = {"x": {**x, "field": "low"}, "x2": {"field": "high"}, **drawn}
+    right = whole | {
+        "layer": [
+            layer("rule", zero, style="zero", strokeDash=[3, 3], tooltip=None),
+            layer("rule", interval, known("low"), strokeWidth=2),
+            layer("point", {"x": x, "shape": shape, "tooltip": told, **drawn}, known("difference"), **point),
+        ]
+    }
+    return {"hconcat": [left, right], "spacing": 24}

@@ -1,32 +1,35 @@
 """Heat maps: ln kappa of each block and position with its spectrum, and the entropy of each head."""
 
 import html
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from wellposed.records import Record
 from wellposed.report.charts import (
+    ALL,
     Budget,
     Chart,
     Missing,
     Section,
+    cells,
+    channel,
     colour_range,
     columns,
     distinct,
     finite,
-    largest_subject,
-    of,
+    layer,
     picked,
-    tooltip,
+    tips,
 )
 from wellposed.report.subjects import Material, Subject
 
 CONDITIONING = "Conditioning, block by block"
+MOST_PANELS = 12
+"""Drawn before a button asks for all."""
 _STORED = columns(
-    "run; block; module; position; kappa; ln_kappa: ln kappa; status; "
-    "low: lower quartile; high: upper quartile; images; estimator; -spectrum"
+    "run; block; module; position; kappa; ln_kappa; status; low=lower quartile; high=upper "
+    "quartile; images; estimator; variant; spectrum=-spectrum"
 )
 # Its digits would be a third of the page's data.
 _COLUMNS = tuple(replace(each, log_of="kappa") if each.key == "ln_kappa" else each for each in _STORED)
@@ -39,12 +42,12 @@ def conditioning_section(material: Material, budget: Budget) -> Section | Missin
         return Missing(CONDITIONING, "wellposed diagnose MODEL --images DIR --out DIR")
     logs = [row[5] for row in rows]
     words = [
-        "Natural logarithm of the condition number kappa of the token matrix, median over the images: the "
-        "darker (in the dark, the brighter), the worse. ≥ marks a lower bound: the arithmetic cannot tell "
-        "more."
+        "Natural logarithm of the condition number kappa of the tokens, the median over images and over the "
+        "runs of a variant, on one scale for all. Larger is worse. ≥ marks a lower bound: "
+        "kappa exceeds float32 resolution."
     ]
     if spectra.curves:
-        words.append("Choose a cell, or a place in the menu below, to see its singular values.")
+        words.append("Choose a cell, or a place in the menu, to see its singular values.")
     else:
         words.append(
             "These records have no spectra; wellposed diagnose MODEL --images DIR --out DIR adds them."
@@ -57,14 +60,14 @@ def conditioning_section(material: Material, budget: Budget) -> Section | Missin
             x=("position", "position", positions),
             y=("block", "block"),
             colour=("ln_kappa", "ln kappa", colour_range(logs, "ln kappa")),
-            tooltips=("block", "module", "position", "kappa", "ln_kappa", "status", "low", "high"),
+            tooltips=("block", "module", "position", "kappa", "ln_kappa", "status", "low", "high", "runs"),
             mark_bounds=True,
         ),
-        describe="Heat map of ln kappa, a row for each block and a column for each position. "
-        "The table below has the same numbers.",
-        choose="run",
-        choose_title="run",
-        chosen=largest_subject(rows),
+        describe="Heat maps of ln kappa, one a variant, with a row for each block and a column for each "
+        "position. The table below has the numbers of each run.",
+        facet="variant",
+        median=("kappa", "variant", "block", "position"),
+        most=("variant", MOST_PANELS),
         opens="spectrum" if spectra.curves else "",
     )
     return Section(
@@ -107,50 +110,22 @@ def heat_map(
     scale: dict[str, Any] = {"domain": [low, high if high > low else low + 1]}
     if ramp:
         scale["range"] = "ramp"
-    layers: list[dict[str, Any]] = [
-        {
-            "mark": {"type": "rect", "cursor": "pointer"},
-            "encoding": {
-                "color": of(field, title=title, scale=scale, legend={"orient": "top", "gradientLength": 180}),
-                "tooltip": tooltip(*tooltips),
-            },
-        }
-    ]
+    legend = {"orient": "top", "gradientLength": 180}
+    coloured = {"color": channel(field, title, scale=scale, legend=legend), "tooltip": tips(*tooltips)}
+    layers = [layer("rect", coloured, cursor="pointer")]
     if mark_bounds:
-        layers.append(
-            {
-                "transform": [{"filter": {"field": "status", "oneOf": ["at least", "at most"]}}],
-                "mark": {"type": "text", "text": "≥", "fontSize": 13, "fontWeight": "bold", "tooltip": None},
-                "encoding": {
-                    "color": {"value": "#ffffff"},
-                    "stroke": {"value": "#000000"},
-                    "strokeWidth": {"value": 0.4},
-                },
-            }
-        )
-        layers.append(
-            {
-                "data": {"name": "picked"},
-                "mark": {
-                    "type": "rect",
-                    "filled": False,
-                    "strokeWidth": 3,
-                    "tooltip": None,
-                    "style": "picked",
-                },
-            }
-        )
+        middle = {"type": "threshold", "domain": [(low + high) / 2], "range": "bound"}
+        bound = {"field": "status", "oneOf": ["at least", "at most"]}
+        text = {"text": "≥", "fontSize": 13, "fontWeight": "bold", "tooltip": None}
+        layers.append(layer("text", {"fill": channel(field, None, scale=middle, legend=None)}, bound, **text))
+        here = "datum.block + '|' + datum.position === picked"
+        layers.append(layer("rect", {}, here, filled=False, strokeWidth=3, tooltip=None, style="picked"))
+    axis = {"labelAngle": -35 if any(len(str(v)) > 4 for v in x[2]) else 0, "labelLimit": 160}
     return {
-        "height": {"step": 24},
+        "height": {"step": 20},
         "encoding": {
-            "x": of(
-                x[0],
-                "ordinal",
-                title=x[1],
-                sort=list(x[2]),
-                axis={"labelAngle": -35 if any(len(str(v)) > 4 for v in x[2]) else 0, "labelLimit": 160},
-            ),
-            "y": of(y[0], "ordinal", title=y[1]),
+            "x": channel(x[0], x[1], "ordinal", sort=list(x[2]), axis=axis),
+            "y": channel(y[0], y[1], "ordinal", axis={"labelOverlap": True}),
         },
         "layer": layers,
     }
@@ -192,39 +167,17 @@ def _rows(subject: Subject, spectra: _Spectra) -> list[tuple[Any, ...]]:
 
 
 def _row(subject: Subject, record: Record, spectrum: int | None) -> tuple[Any, ...]:
-    assert record.value is not None
-    return (
-        subject.name,
-        record.block,
-        record.module,
-        record.position,
-        record.value,
-        math.log(record.value),
-        record.status,
-        finite(record.low),
-        finite(record.high),
-        record.images or None,
-        record.estimator,
-        spectrum,
-    )
+    told = cells(record, "block module position value log status low high images estimator")
+    return subject.name, *told, subject.variant, spectrum
 
 
 DENSITY = "Density of attention"
-ALL = "all"
-NO_HEADS = "Single heads are skipped to keep the page small; report fewer runs together to see them."
+NO_HEADS = "Single heads are left out to keep the page small; report fewer runs together to see them."
 
 
 def density_section(material: Material, budget: Budget) -> Section | Missing:
     rows: list[tuple[Any, ...]] = [
-        (
-            subject.name,
-            r.block,
-            ALL if r.head is None else str(r.head),
-            r.value,
-            finite(r.low),
-            finite(r.high),
-            r.images or None,
-        )
+        (subject.name, *cells(r, "block head value low high images"), subject.variant)
         for subject in material.subjects
         for r in subject.select("entropy")
         if finite(r.value) is not None and r.block is not None and (budget.heads or r.head is None)
@@ -234,23 +187,26 @@ def density_section(material: Material, budget: Budget) -> Section | Missing:
     values = [row[3] for row in rows]
     heads = sorted(distinct(row[2] for row in rows), key=lambda head: (head == ALL, len(head), head))
     chart = Chart(
-        columns=columns("run; block; head; entropy; low: lower quartile; high: upper quartile; images"),
+        columns=columns(
+            "run; block; head; entropy; low=lower quartile; high=upper quartile; images; variant"
+        ),
         rows=tuple(rows),
         spec=heat_map(
             x=("head", "head", heads),
             y=("block", "block"),
             colour=("entropy", "entropy, 1 is uniform", colour_range(values, "entropy")),
-            tooltips=("block", "head", "entropy", "low", "high"),
+            tooltips=("block", "head", "entropy", "low", "high", "runs"),
             ramp=True,
         ),
-        describe="Heat map of the entropy of attention, a row for each block and a column for each head. "
-        "The table below has the same numbers.",
-        choose="run",
-        choose_title="run",
-        chosen=largest_subject(rows),
+        describe="Heat maps of the entropy of attention, one a variant, with a row for each block and a "
+        "column for each head. The table below has the numbers of each run.",
+        facet="variant",
+        median=("entropy", "variant", "block", "head"),
+        most=("variant", MOST_PANELS),
     )
     words = [
-        "Entropy of the attention rows over its maximum, median over the images. 1 is uniform attention."
+        "Entropy of the attention rows over its maximum, the median over images and over the runs of a "
+        "variant. 1 is uniform attention."
     ]
     thinned = ""
     if not budget.heads:

@@ -11,15 +11,19 @@ from wellposed.report.charts import (
     Chart,
     Missing,
     Section,
+    Spec,
+    cells,
+    channel,
     columns,
     distinct,
     finite,
-    largest_subject,
-    of,
+    known,
+    layer,
+    nominal,
     picked,
-    tooltip,
+    tips,
 )
-from wellposed.report.heat_maps import NO_HEADS
+from wellposed.report.heat_maps import MOST_PANELS, NO_HEADS
 from wellposed.report.subjects import Material, isolated
 
 BOUNDS = "Measured against bound"
@@ -37,31 +41,27 @@ def bounds_section(material: Material, budget: Budget) -> Section | Missing:
     rows = tuple(
         (
             subject.name,
-            r.measure,
-            r.block,
-            "all" if r.head is None else str(r.head),
-            r.position,
-            r.value,
-            finite(r.bound),
+            *cells(r, "measure block head position value bound"),
             *(map(finite, r.margins) if r.margins else (None, None)),
             r.status,
             *_counts(r.verdicts),
+            subject.variant,
         )
         for subject, r in bounded
     )
-    counts = [sum(column) for column in zip(*(row[10:] for row in rows), strict=True)]
-    found = ", ".join(
-        f"{name} {count:,} times" for name, count in zip(VERDICTS, counts, strict=True) if count
-    )
+    counts = [sum(column) for column in zip(*(row[10:-1] for row in rows), strict=True)]
+    told = ", ".join(f"{name} {count:,} times" for name, count in zip(VERDICTS, counts, strict=True) if count)
     infinite = sum(row[6] is None for row in rows)
     words = [
         "Each point is a quantity whose condition number has an upper bound (Propositions 4.1 and 4.2 of "
         "Always Skip Attention and their kin), as a median over images. Above the diagonal the bound holds; "
         "the further above, the looser it is.",
-        f"Over images, windows and heads: {found}.",
+        f"Over images, windows and heads: {told}.",
     ]
     if any(record.status == "at least" for _, record in bounded):
-        words.append('Where the status is "at least", the arithmetic cannot tell a larger kappa from it.')
+        words.append(
+            'Where the status is "at least", kappa exceeds float32 resolution: the number is a lower bound.'
+        )
     if infinite:
         words.append(
             f"{infinite} of {len(rows)} bounds are infinite (tokens or weights without full rank) and not "
@@ -75,46 +75,34 @@ def _chart(rows: tuple[tuple[Any, ...], ...]) -> Chart:
     drawn = [value for row in rows if row[6] is not None for value in (row[5], row[6])]
     # Room for the points at the edge.
     ends = [min(drawn) / 3, max(drawn) * 3] if drawn else [1, 10]
-    verdicts = {name.replace(" ", "_"): name for name in VERDICTS}
-    scale = {"type": "log", "nice": False, "domain": ends}
+    verdicts = "; ".join(f"{name.replace(' ', '_')}={name}" for name in VERDICTS)
+    log: Spec = {"scale": {"type": "log", "nice": False, "domain": ends}, "axis": dict(LOG_AXIS)}
+    diagonal = {"x": channel("end", "measured kappa", **log), "y": channel("end", "bound", **log)}
+    points = {
+        "x": channel("measured", "measured kappa", **log),
+        "y": channel("bound", "bound", **log),
+        "color": nominal("measure"),
+        "shape": nominal("measure"),
+        "tooltip": tips("measure", "block", "head", "measured", "bound", "margin", "status"),
+    }
     return Chart(
         columns=columns(
-            "run; measure; block; head; position; measured; bound; "
-            "margin: bound / measured, median; smallest; status: status of measured",
-            **verdicts,
+            f"run; measure; block; head; position; measured; bound; margin=bound / measured, median; "
+            f"smallest; status=status of measured; {verdicts}; variant"
         ),
         rows=rows,
         spec={
-            "height": 320,
+            "height": 240,
             "layer": [
-                {
-                    "data": {"values": [{"end": ends[0]}, {"end": ends[1]}]},
-                    "mark": {"type": "line", "strokeDash": [4, 4], "color": "#888888", "tooltip": None},
-                    "encoding": {
-                        "x": of("end"),
-                        "y": of("end"),
-                    },
-                },
-                {
-                    "transform": [{"filter": {"field": "bound", "valid": True}}],
-                    "mark": {"type": "point", "filled": True, "opacity": 0.75, "size": 45},
-                    "encoding": {
-                        "x": of("measured", scale=scale, title="measured kappa", axis=dict(LOG_AXIS)),
-                        "y": of("bound", scale=scale, title="bound", axis=dict(LOG_AXIS)),
-                        "color": of("measure", "nominal", title=None),
-                        "shape": of("measure", "nominal", title=None),
-                        "tooltip": tooltip(
-                            "measure", "block", "head", "measured", "bound", "margin", "status"
-                        ),
-                    },
-                },
+                {"data": {"values": [{"end": ends[0]}, {"end": ends[1]}]}}
+                | layer("line", diagonal, strokeDash=[4, 4], color="#888888", tooltip=None),
+                layer("point", points, known("bound"), filled=True, opacity=0.75, size=45),
             ],
         },
         describe="Scatter plot on logarithmic axes: measured kappa to the right, its bound upwards, and the "
         "diagonal at which they are equal. The table below has the same numbers.",
-        choose="run",
-        choose_title="run",
-        chosen=largest_subject(rows),
+        facet="variant",
+        most=("variant", MOST_PANELS),
     )
 
 
@@ -135,78 +123,53 @@ def jacobian_section(material: Material, budget: Budget) -> Section | Missing:
             longest = max(longest, len(curve.values))
             for place, value in picked(curve.values, budget.curve):
                 share = place / (curve.points - 1) if curve.points > 1 else 0.0
-                rows.append(
-                    (
-                        curve.panel,
-                        curve.line or subject.name,
-                        subject.name,
-                        curve.eps,
-                        curve.image,
-                        number,
-                        share,
-                        value,
-                    )
-                )
+                line = (curve.panel, curve.line or subject.name, subject.name, curve.eps, curve.image)
+                rows.append((*line, number, share, value))
     if not rows and (extremes := _extremes(material)):
         return _without_spectra(extremes)
     if not rows:
-        return Missing(
-            JACOBIAN,
-            "wellposed diagnose MODEL --images DIR --what jacobian --out DIR; over eps, in a clone of the "
-            "repository: python -m studies jacobian-spectrum",
-        )
+        return Missing(JACOBIAN, "wellposed diagnose MODEL --images DIR --what jacobian --out DIR")
     lines = distinct(row[1] for row in rows)
+    across = "share of the singular values, the largest first"
+    scale = {"type": "log", "domain": [1e-8, 1], "clamp": True}
     chart = Chart(
         columns=columns(
-            "panel: sub-block; line; run; eps; image; -curve; "
-            "share: share of the singular values; value: singular value / largest"
+            "panel=sub-block; line; run; eps; image; curve=-curve; share=share of the singular "
+            "values; value=singular value / largest"
         ),
         rows=tuple(rows),
         spec={
-            "height": 260,
+            "height": 200,
             "transform": [{"filter": {"field": "value", "gt": 0}}],
             "mark": {"type": "line", "opacity": 0.85, "strokeWidth": 1.8},
             "encoding": {
-                "x": of(
-                    "share",
-                    title="share of the singular values, the largest first",
-                    scale={"domain": [0, 1]},
-                    axis={"format": ".0%"},
-                ),
-                "y": of(
-                    "value",
-                    title="singular value / largest",
-                    scale={"type": "log", "domain": [1e-8, 1], "clamp": True},
-                    axis=dict(LOG_AXIS),
-                ),
-                "color": of("line", "nominal", title=None, sort=lines),
-                "strokeDash": of("line", "nominal", title=None, sort=lines),
-                "detail": [{"field": "run"}, {"field": "curve"}],
-                "tooltip": tooltip("line", "run", "eps", "image"),
+                "x": channel("share", across, scale={"domain": [0, 1]}, axis={"format": ".0%"}),
+                "y": channel("value", "singular value / largest", scale=scale, axis=dict(LOG_AXIS)),
+                "color": nominal("line", sort=lines),
+                "strokeDash": nominal("line", sort=lines),
+                "detail": tips("run", "curve"),
+                "tooltip": tips("line", "run", "eps", "image"),
             },
         },
         describe="Singular values of a sub-block's Jacobian over the largest, falling from left to right on "
         "a logarithmic axis; a flatter line is better conditioned. The table below has the same numbers.",
-        choose="panel",
-        choose_title="sub-block",
+        facet="panel",
+        most=("panel", MOST_PANELS),
     )
     words = (
         "Singular values of the Jacobian of a sub-block over its largest; a flatter line is better "
         "conditioned. A pre-norm branch without its skip has singular values of zero, because LayerNorm "
         "forgets the mean and the length of a token; values below 1e-8 are drawn at 1e-8.",
     )
-    thinned = (
-        f"Of each spectrum (up to {longest} values) {budget.curve} are kept."
-        if longest > budget.curve
-        else ""
-    )
+    kept = f"Of each spectrum (up to {longest} values) {budget.curve} are kept."
+    thinned = kept if longest > budget.curve else ""
     return Section(id="jacobian", title=JACOBIAN, words=words, chart=chart, thinned=thinned)
 
 
 def _extremes(material: Material) -> list[tuple[Any, ...]]:
     """Of Jacobians too large for a whole spectrum, of which the ends alone were computed."""
     return [
-        (subject.name, r.block, r.module, r.position, r.measure, finite(r.value), r.status, r.estimator)
+        (subject.name, *cells(r, "block module position measure value status estimator"))
         for subject in material.subjects
         for r in subject.records
         if r.measure in OF_JACOBIANS
@@ -215,7 +178,7 @@ def _extremes(material: Material) -> list[tuple[Any, ...]]:
 
 def _without_spectra(rows: list[tuple[Any, ...]]) -> Section:
     chart = Chart(
-        columns=columns("run; block; module; position: sub-block; measure; value; status; estimator"),
+        columns=columns("run; block; module; position=sub-block; measure; value; status; estimator"),
         rows=tuple(rows),
         spec=None,
         describe="Extreme singular values of the Jacobians.",
@@ -236,19 +199,7 @@ _ELSEWHERE = frozenset(Measure) - set(OF_JACOBIANS)
 def rest_section(material: Material, budget: Budget) -> Section | None:
     """A table alone; None if there is nothing for it."""
     rows: list[tuple[Any, ...]] = [
-        (
-            subject.name,
-            r.measure,
-            r.block,
-            r.position,
-            finite(r.value),
-            r.status,
-            finite(r.low),
-            finite(r.high),
-            r.images or None,
-            r.estimator,
-            r.note,
-        )
+        (subject.name, *cells(r, "measure block position value status low high images estimator note"))
         for subject in material.subjects
         for r in subject.records
         if r.measure not in _ELSEWHERE and not r.verdicts and r.head is None
@@ -290,8 +241,8 @@ def graying_section(material: Material, budget: Budget) -> Section | Missing:
         pictures.append({"name": image.name, "steps": steps})
     chart = Chart(
         columns=columns(
-            "image; method; eps; before: kappa before; before_status: status before; "
-            "after: kappa after; after_status: status after; change: largest change of a pixel"
+            "image; method; eps; before=kappa before; before_status=status before; after=kappa after; "
+            "after_status=status after; change=largest change of a pixel"
         ),
         rows=tuple(rows),
         spec=None,
@@ -341,16 +292,16 @@ def provenance_section(material: Material, budget: Budget) -> Section:
     """One row for each value of a field, with those that share it."""
     subjects = material.subjects
     rows: list[tuple[Any, ...]] = []
-    found = {
+    told = {
         each.name: {"measured on": each.measured_on, **each.provenance}
         if each.measured_on
         else each.provenance
         for each in subjects
     }
-    fields = distinct(key for of_subject in found.values() for key in of_subject)
+    fields = distinct(key for of_subject in told.values() for key in of_subject)
     for field in sorted(fields, key=_rank):
         by_value: dict[str, list[str]] = {}
-        for name, of_subject in found.items():
+        for name, of_subject in told.items():
             if field in of_subject:
                 by_value.setdefault(of_subject[field], []).append(name)
         rows += [(_names(names, len(subjects)), field, value) for value, names in by_value.items()]

@@ -10,7 +10,7 @@ import html
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from wellposed.report.measurements import (
 from wellposed.report.reading import diagnosis_subject, read_material
 from wellposed.report.subjects import Material, with_unique_names
 from wellposed.report.training import training_section
-from wellposed.report.verdict import Code, Edits, Listed, Name, Sentence, verdict
+from wellposed.report.verdict import Card, Code, Listed, Name, Sentence, Strong, Verdict, verdict
 
 LIMIT = 2_000_000
 """Bytes of a page."""
@@ -44,39 +44,31 @@ Made = Section | Missing | None
 Part = Callable[[Material, Budget], Made]
 
 
-_OF_EACH_RUN: tuple[Part, ...] = (
+_PARTS: tuple[Part, ...] = (
+    comparing_section,
     conditioning_section,
     density_section,
     attention_section,
     bounds_section,
     jacobian_section,
     training_section,
+    graying_section,
     rest_section,
+    provenance_section,
 )
+_OF_ALL_RUNS = (comparing_section, graying_section, provenance_section)
 
 
 def sections(material: Material, budget: Budget) -> tuple[list[Section], list[Missing]]:
     """What the records give, in the order of the page, and what they do not."""
-    parts: tuple[Part, ...] = (
-        comparing_section,
-        conditioning_section,
-        density_section,
-        attention_section,
-        bounds_section,
-        jacobian_section,
-        training_section,
-        graying_section,
-        rest_section,
-        provenance_section,
-    )
-    made = [_made(part, material, budget) for part in parts]
+    made = [_made(part, material, budget) for part in _PARTS]
     found = [each for each in made if isinstance(each, Section)]
     return found, [each for each in made if isinstance(each, Missing)]
 
 
 def _made(part: Part, material: Material, budget: Budget) -> Made:
     """A section; one that has rows for each run is of one run a variant, where the budget asks for it."""
-    shown = material if budget.seeds or part not in _OF_EACH_RUN else material.one_of_each()
+    shown = material if budget.seeds or part in _OF_ALL_RUNS else material.one_of_each()
     made = part(shown, budget)
     if isinstance(made, Section) and len(shown.subjects) < len(material.subjects):
         return replace(made, thinned=f"{made.thinned} {ONE_OF_EACH}".strip())
@@ -90,17 +82,11 @@ def report_page(material: Material, *, title: str = "wellposed report", limit: i
         material: of :func:`wellposed.report.read_material`.
         title: of the page.
         limit: bytes.
-
-    Returns:
-        The page as text.
-
-    Example:
-        ``report_page(read_material(["runs/plain", "runs/grayed"]))``
     """
-    budget, size = Budget(), 0
+    budget, size, top = Budget(), 0, verdict(material)
     while True:
         found, missing = sections(material, budget)
-        text = render(Page(title, _about(material), verdict(material), found, missing))
+        text = render(title, _about(material), top, found, missing)
         size, before = len(text.encode()), budget
         if size <= limit:
             return text
@@ -113,36 +99,14 @@ def report_page(material: Material, *, title: str = "wellposed report", limit: i
 
 
 def write_report(paths: Sequence[str | Path], out: str | Path = "report.html") -> Material:
-    """Read runs and diagnoses and write their page.
-
-    Args:
-        paths: as of :func:`wellposed.report.read_material`.
-        out: the page, in a folder that is made if need be.
-
-    Returns:
-        What was read.
-
-    Example:
-        ``write_report(["runs/plain", "runs/grayed"], "report.html")``
-    """
+    """Read runs and diagnoses, write the page, and give what was read."""
     material = read_material(paths)
     write(report_page(material), out)
     return material
 
 
 def diagnosis_page(records: Sequence[Record], about: dict[str, Any]) -> str:
-    """The page of one diagnosis that is at hand.
-
-    Args:
-        records: of the diagnosis.
-        about: its model, edits and images, as :class:`wellposed.probes.Diagnosis` has them.
-
-    Returns:
-        The page as text.
-
-    Example:
-        ``diagnosis_page(diagnosis.records, diagnosis.about)``
-    """
+    """The page of one diagnosis that is at hand."""
     subject = diagnosis_subject(records, about)
     return report_page(Material(tuple(with_unique_names([subject]))), title=f"diagnosis of {subject.name}")
 
@@ -151,9 +115,11 @@ def _about(material: Material) -> str:
     runs = sum(each.kind == "run" for each in material.subjects)
     rest = len(material.subjects) - runs
     counts = [(runs, "run"), (rest, "diagnosis" if rest == 1 else "diagnose")]
-    made = [f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts if n]
+    told = [f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts if n]
     left = len(material.unfinished)
-    return ", ".join([*made, f"{left} not finished"] if left else made)
+    told += [f"{left} not finished"] if left else []
+    variants = len(material.variants())
+    return ", ".join([*told, f"{variants} variants"] if 1 < variants < len(material.subjects) else told)
 
 
 LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-interpreter.js")
@@ -161,38 +127,26 @@ LICENCES = ("LICENSE-vega.txt", "LICENSE-vega-lite.txt", "LICENSE-vega-interpret
 _DATA = "report-data"
 
 
-@dataclass(frozen=True)
-class Page:
-    """What is to be shown.
-
-    Args:
-        title: of the page.
-        about: a line below it.
-        verdict: heading -> sentences.
-        sections: in their order.
-        missing: sections whose records are not there.
-    """
-
-    title: str
-    about: str
-    verdict: Mapping[str, Sequence[Sentence]]
-    sections: Sequence[Section]
-    missing: Sequence[Missing]
-
-
-def render(page: Page) -> str:
+def render(
+    title: str, about: str, top: Verdict, sections: Sequence[Section], missing: Sequence[Missing]
+) -> str:
     """The whole page."""
     scripts = [_asset(name) for name in (*LIBRARIES, "page.js")]
+    # The chart of the variants stands among the cards, all other sections are folded below.
+    chart = [each for each in sections if each.id == "runs" and each.chart and each.chart.spec]
+    cards = [*map(_card, top.cards)]
+    cards[1:1] = [_section(section, "section") for section in chart]
     body = "\n".join(
         [
-            _header(page),
-            "<main id='main'>",
-            _verdict(page.verdict),
-            *(_section(section) for section in page.sections),
-            _missing(page.missing),
+            _header(title, about, top),
+            "<main id='main'><div class='cards'>",
+            *cards,
+            "</div>",
+            *(_section(section, "details") for section in sections if section not in chart),
+            _missing(missing),
             "</main>",
             _footer(),
-            f"<script type='application/json' id='{_DATA}'>{_json(_data(page.sections))}</script>",
+            f"<script type='application/json' id='{_DATA}'>{_json(_data(sections))}</script>",
             *(f"<script>{script}</script>" for script in scripts),
         ]
     )
@@ -201,7 +155,7 @@ def render(page: Page) -> str:
         f"<meta http-equiv='Content-Security-Policy' content=\"{_policy(scripts)}\">\n"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>\n"
         "<meta name='referrer' content='no-referrer'>\n"
-        f"<title>{html.escape(page.title)}</title>\n<style>{_asset('page.css')}</style>\n</head>\n"
+        f"<title>{html.escape(title)}</title>\n<style>{_asset('page.css')}</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
 
@@ -211,12 +165,6 @@ def read_data(page: str) -> dict[str, list[dict[str, Any]]]:
 
     Args:
         page: the text of the page.
-
-    Returns:
-        Section -> its rows, each a mapping of columns to numbers and words.
-
-    Example:
-        ``read_data(Path("report.html").read_text())["conditioning"]``
     """
     found = re.search(rf"<script type='application/json' id='{_DATA}'>(.*?)</script>", page, re.DOTALL)
     if found is None:
@@ -265,82 +213,87 @@ def _data(sections: Sequence[Section]) -> list[dict[str, Any]]:
 def _chart_data(chart: Chart) -> dict[str, Any]:
     columns = []
     for place, column in enumerate(chart.columns):
-        made: dict[str, Any] = {"key": column.key, "title": column.title}
+        told: dict[str, Any] = {"key": column.key, "title": column.title}
         if column.hidden:
-            made["hidden"] = True
-        made |= {"log_of": column.log_of} if column.log_of else pack([row[place] for row in chart.rows])
-        columns.append(made)
+            told["hidden"] = True
+        told |= {"log_of": column.log_of} if column.log_of else pack([row[place] for row in chart.rows])
+        columns.append(told)
     return {
         "columns": columns,
         "spec": chart.spec,
-        "choose": chart.choose,
-        "chosen": chart.chosen,
+        "facet": chart.facet,
+        "median": chart.median,
+        "most": chart.most,
         "opens": chart.opens,
         "tableOpen": chart.table_open,
     }
 
 
-def _header(page: Page) -> str:
-    links = [("verdict", "Verdict"), *((each.id, each.title) for each in page.sections)]
-    items = "".join(f"<li><a href='#{name}'>{html.escape(title)}</a></li>" for name, title in links)
+def _header(title: str, about: str, top: Verdict) -> str:
+    lead = f"<p class='lead'>{_sentence(top.lead)}</p>" if top.lead else ""
     return (
         "<a class='skip' href='#main'>Skip to the content</a>\n<header>"
-        f"<div class='top'><h1>{html.escape(page.title)}</h1>"
+        f"<div class='top'><h1>{html.escape(title)}</h1>"
         "<button type='button' id='theme' aria-pressed='false'>Dark</button></div>"
-        f"<p class='about'>{html.escape(page.about)}</p>"
+        f"<p class='about'>{html.escape(about)}</p>"
+        f"<p class='headline'>{_sentence(top.headline)}</p>{lead}"
         "<noscript><p class='note'>The charts and tables need JavaScript; the words do not.</p></noscript>"
-        f"<nav aria-label='Sections'><ol>{items}</ol></nav></header>"
+        "</header>"
     )
 
 
-def _verdict(parts: Mapping[str, Sequence[Sentence]]) -> str:
-    made = "".join(
-        f"<h3>{html.escape(title)}</h3><ul>"
-        + "".join(f"<li>{''.join(map(_part, sentence))}</li>" for sentence in sentences)
-        + "</ul>"
-        for title, sentences in parts.items()
-    )
-    heading = "<h2 id='verdict-title'>Verdict</h2>"
-    return f"<section id='verdict' aria-labelledby='verdict-title'>{heading}{made}</section>"
+def _card(card: Card) -> str:
+    words = "".join(f"<p>{_sentence(sentence)}</p>" for sentence in card.sentences)
+    table = ""
+    if card.rows:
+        titles = [*map(html.escape, card.head)]
+        head = "".join(f"<th scope='col'>{title}</th>" for title in titles)
+        cell = "<td data-title='{}'><span>{}</span></td>".format
+        rows = "".join(f"<tr>{''.join(map(cell, titles, map(_sentence, row)))}</tr>" for row in card.rows)
+        table = f"<table class='small'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    wide = " wide" if len(card.head) > 3 else ""
+    return f"<section class='card{wide}'><h2>{html.escape(card.title)}</h2>{table}{words}</section>"
+
+
+def _sentence(sentence: Sentence) -> str:
+    return "".join(map(_part, sentence))
 
 
 def _part(part: str | Listed) -> str:
     if isinstance(part, Listed):
-        return f"<ul>{''.join(f'<li>{html.escape(each)}</li>' for each in part)}</ul>" if part else ""
+        items = f"<ul>{''.join(f'<li>{html.escape(each)}</li>' for each in part)}</ul>"
+        return f"<details><summary>{len(part)} claims</summary>{items}</details>" if part else ""
     text = html.escape(part)
     if isinstance(part, Name):
         return f"<bdi class='name'>{text}</bdi>"
-    if isinstance(part, Edits):
-        return f"<bdi>{text}</bdi>"
+    if isinstance(part, Strong):
+        return f"<strong>{text}</strong>"
     return f"<code>{text}</code>" if isinstance(part, Code) else text
 
 
-def _section(section: Section) -> str:
+def _section(section: Section, tag: str) -> str:
+    """As a card, or as details that are folded; heat maps are not."""
     name, chart = section.id, section.chart
     words = "".join(f"<p><bdi>{html.escape(text)}</bdi></p>" for text in section.words)
     thinned = f"<p class='note' data-thinned>{html.escape(section.thinned)}</p>" if section.thinned else ""
     pictures = (
         f"<div class='pictures' id='{name}-pictures'></div>" if "pictures" in (section.extra or {}) else ""
     )
+    heading = f"<h2 id='{name}-title'>{html.escape(section.title)}</h2>"
     inner = "" if chart is None else _figure(name, section.title, chart)
+    if tag == "section":
+        start = f"<section class='card wide' id='{name}' aria-labelledby='{name}-title'>{heading}"
+        return f"{start}{inner}{words}{thinned}</section>"
+    opened = " open" if name == "conditioning" else ""
     return (
-        f"<section id='{name}' aria-labelledby='{name}-title'>"
-        f"<h2 id='{name}-title'>{html.escape(section.title)}</h2>{words}{thinned}{pictures}{inner}</section>"
+        f"<details class='part' id='{name}'{opened}><summary>{heading}</summary>{words}{thinned}{pictures}"
+        f"{inner}</details>"
     )
 
 
 def _figure(name: str, title: str, chart: Chart) -> str:
-    menu = figure = spectrum = ""
-    if chart.choose:
-        menu = (
-            f"<label for='{name}-choose'>{html.escape(chart.choose_title)}</label> "
-            f"<select id='{name}-choose'></select>"
-        )
-    buttons = "".join(
-        f"<button type='button' data-save='{kind}' aria-label='Save {html.escape(title)} as "
-        f"{kind}'>{kind}</button>"
-        for kind in (["PNG", "SVG"] if chart.spec is not None else []) + ["CSV"]
-    )
+    figure = spectrum = ""
+    buttons = _buttons(f"Save {title} as", "" if chart.spec else "CSV")
     if chart.spec is not None:
         label = html.escape(chart.describe)
         figure = (
@@ -349,22 +302,26 @@ def _figure(name: str, title: str, chart: Chart) -> str:
     if chart.opens == "spectrum":
         spectrum = (
             f"<div class='spectrum' id='{name}-spectrum' aria-labelledby='{name}-spectrum-title'>"
-            f"<h3 id='{name}-spectrum-title'>Spectrum of a place</h3>"
+            f"<h3 id='{name}-spectrum-title'>Singular values of a place</h3>"
             f"<div class='tools'><label for='{name}-place'>place</label> <select id='{name}-place'></select>"
-            "<span class='buttons'><button type='button' data-save='PNG' data-of='spectrum'>PNG</button>"
-            "<button type='button' data-save='SVG' data-of='spectrum'>SVG</button>"
-            "<button type='button' data-save='CSV' data-of='spectrum'>CSV</button></span></div>"
+            f"{_buttons('Save spectrum as', attributes=' data-of=spectrum')}</div>"
             f"<p class='said' id='{name}-said' aria-live='polite'></p>"
             f"<div class='chart' id='{name}-spectrum-chart' role='img' aria-label='Singular values over the "
             "largest, in falling order, of the place that the menu names.'></div></div>"
         )
     opened = " open" if chart.table_open else ""
     return (
-        f"<div class='tools'>{menu}<span "
-        f"class='buttons'>{buttons}</span></div>{figure}{spectrum}<details{opened}><summary>Table, "
-        f"{len(chart.rows):,} rows</summary><div class='scroll' tabindex='0' role='region' "
-        f"aria-label='Table: {html.escape(title)}' id='{name}-table'></div></details>"
+        f"<div class='tools'>{buttons}</div>{figure}{spectrum}"
+        f"<details{opened}><summary>Table, {len(chart.rows):,} rows</summary><div class='scroll' "
+        f"tabindex='0' role='region' aria-label='Table: {html.escape(title)}' id='{name}-table'></div>"
+        "</details>"
     )
+
+
+def _buttons(label: str, kinds: str = "", attributes: str = "") -> str:
+    button = "<button type='button' data-save='{0}' aria-label='{1} {0}'{2}>{0}</button>".format
+    made = (button(kind, html.escape(label), attributes) for kind in (kinds or "PNG SVG CSV").split())
+    return f"<span class='buttons'>{''.join(made)}</span>"
 
 
 def _missing(missing: Sequence[Missing]) -> str:
@@ -374,8 +331,8 @@ def _missing(missing: Sequence[Missing]) -> str:
         f"<li>{html.escape(each.title)}: <code>{html.escape(each.remedy)}</code></li>" for each in missing
     )
     return (
-        "<section id='missing' aria-labelledby='missing-title'><h2 id='missing-title'>Not in these "
-        f"records</h2><p>These sections are missing; what would add them:</p><ul>{items}</ul></section>"
+        "<details class='part' id='missing'><summary><h2>Not in these records</h2></summary>"
+        f"<p>What would add these sections:</p><ul>{items}</ul></details>"
     )
 
 

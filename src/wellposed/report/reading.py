@@ -19,6 +19,7 @@ from wellposed.files import parse_json, parse_toml, read_bytes
 from wellposed.records import AT_LEAST, Record, Status, from_dict, read_json
 from wellposed.report.charts import finite
 from wellposed.report.subjects import (
+    SEED_FIELDS,
     Conclusion,
     Damage,
     Found,
@@ -101,8 +102,6 @@ def environment_text(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 DIAGNOSIS = "diagnosis.json"
-_FREE = ("seed", "device", "workers", "placement", "trackers", "keep", "log_every")
-"""Fields in which the runs of one group may differ."""
 
 
 def read_material(paths: Sequence[str | Path]) -> Material:
@@ -289,7 +288,9 @@ def _run(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 def _grouped(subjects: Sequence[Subject]) -> list[Subject]:
     """Runs of one recipe with several seeds get a group, named by their edits if these tell them apart."""
     keys = [
-        json.dumps({k: v for k, v in each.recipe.items() if k not in _FREE}, sort_keys=True, default=str)
+        json.dumps(
+            {k: v for k, v in each.recipe.items() if k not in SEED_FIELDS}, sort_keys=True, default=str
+        )
         if each.kind == "run" and each.recipe and not each.group
         else None
         for each in subjects

@@ -62,6 +62,8 @@ def mark(summary: Mapping[str, Any]) -> str:
     return COLLAPSED if summary.get("collapsed") else ""
 
 
+SEED_FIELDS = ("seed", "device", "workers", "placement", "trackers", "keep", "log_every")
+"""Fields of a recipe in which the runs of one variant may differ."""
 _LEFT_TO_RIGHT = ("L", "EN", "ES", "ET", "CS", "NSM", "B", "S", "WS", "ON", "")
 
 
@@ -139,6 +141,11 @@ class Subject:
         return mark(self.summary) != NOT_FINISHED
 
     @property
+    def variant(self) -> str:
+        """Runs of one variant are summarised together; one that is not finished stands alone."""
+        return self.group if self.counts else self.name
+
+    @property
     def test(self) -> Mapping[str, Any]:
         """The last test; empty without one."""
         return self.summary.get("test") or {}
@@ -189,6 +196,13 @@ class Material:
     @property
     def unfinished(self) -> list[Subject]:
         return [subject for subject in self.subjects if not subject.counts]
+
+    def variants(self) -> dict[str, list[Subject]]:
+        """What is summarised together."""
+        found: dict[str, list[Subject]] = {}
+        for subject in self.subjects:
+            found.setdefault(subject.variant, []).append(subject)
+        return found
 
     def one_of_each(self) -> "Material":
         """Of each variant its first run, one that is finished before one that is not."""
@@ -246,9 +260,11 @@ def edits_of(recipe: Mapping[str, Any]) -> tuple[str, ...]:
     """The edits of a recipe in words.
 
     >>> edits_of({"edits": [{"edit": "gray_tokens", "method": "dct", "eps": 0.95, "where": "pixels"}]})
-    ('graying dct, eps 0.95, at pixels',)
+    ('DCT graying of the pixels, eps 0.95',)
+    >>> edits_of({"edits": [{"edit": "gray_tokens", "eps": 0.7, "where": "blocks", "blocks": "0"}]})
+    ('graying before block 0, eps 0.7',)
     >>> edits_of({"remove_skips": "ffn", "skip_blocks": "0-2"})  # of a version before 0.2.0
-    ('no ffn skips, blocks 0-2',)
+    ('no FFN skips in blocks 0-2',)
     """
     return tuple(map(_words_of, plain_calls(recipe)))
 
@@ -266,22 +282,26 @@ def calls_of(recipe: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple(made)
 
 
+_METHODS = {"spectral": "graying", "svd": "SVD graying", "dct": "DCT graying"}
+
+
 def _words_of(call: Mapping[str, Any]) -> str:
     kind, blocks = call["edit"], call.get("blocks")
-    on = (
-        ""
-        if blocks in (None, "", [])
-        else f", blocks {ranges(blocks) if isinstance(blocks, list) else blocks}"
-    )
+    named = "" if blocks in (None, "", []) else ranges(blocks) if isinstance(blocks, list) else str(blocks)
+    on = f"block{'' if named.isdigit() else 's'} {named}" if named else ""
+    inside = f" in {on}" if on else ""
     if kind == GRAY:
+        method, where = call.get("method", "spectral"), call.get("where", "embedding")
         power = [f"{name} {call[name]}" for name in ("eps", "eps_end", "target_kappa") if call.get(name)]
-        method = f"graying {call.get('method', 'spectral')}"
-        return ", ".join([method, *power, f"at {call.get('where', 'embedding')}{on}"])
+        of = f"before {on or 'each block'}" if where == "blocks" else f"of the {where}{inside}"
+        return ", ".join([f"{_METHODS.get(method, f'graying ({method})')} {of}", *power])
     if kind == "broadcast_context":
-        name = "cb_s" if call.get("scaled") else "cb"
-        return f"broadcasting {name} at {call.get('where', 'mlp.end')}{on}"
+        name = "CB_S" if call.get("scaled") else "Context Broadcasting"
+        where = call.get("where", "mlp.end")
+        own = [f"{key} {call[key]}" for key in ("mean", "difference", "learned") if call.get(key) is not None]
+        return ", ".join([f"{name}{'' if where == 'mlp.end' else f' at {where}'}{inside}", *own])
     if kind == "uniform_heads":
-        return f"{call.get('heads', 1)} uniform heads{on}"
+        return f"uniform heads ({call.get('heads', 1)}){inside}"
     if kind == "remove_skips":
-        return f"no {call.get('which', 'attention')} skips{on}"
-    return f"{kind.replace('_', ' ')}{on}"
+        return f"no {'FFN' if (which := call.get('which', 'attention')) == 'ffn' else which} skips{inside}"
+    return f"{kind.replace('_', ' ')}{inside}"

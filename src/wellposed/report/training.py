@@ -10,12 +10,13 @@ from wellposed.report.charts import (
     Chart,
     Missing,
     Section,
+    channel,
     columns,
     distinct,
     finite,
-    of,
+    nominal,
     thin,
-    tooltip,
+    tips,
 )
 from wellposed.report.subjects import Material, Subject
 
@@ -71,10 +72,10 @@ def training_section(material: Material, budget: Budget) -> Section | Missing:
     )
     if any(any(curve.bounds) for curve in curves):
         words += (
-            'Where the status of a kappa is "at least", the arithmetic cannot tell a larger one from it.',
+            'Where the status of a kappa is "at least", it exceeds float32 resolution and is a lower bound.',
         )
     chart = Chart(
-        columns=columns("group: variant; run; -panel; number; epoch; update; value; status"),
+        columns=columns("group=variant; run; panel=-panel; number; epoch; update; value; status"),
         rows=tuple(rows),
         spec=_spec(panels, _time(rows, has_epochs), distinct(row[0] for row in rows), longest <= FEW),
         describe="Line charts one below the other with a common time axis: "
@@ -142,20 +143,20 @@ def _panel(panel: str, time: Time, groups: list[str], is_last: bool, is_short: b
     elif panel == "accuracy":
         axis |= {"format": ".0%"}
     encoding: dict[str, Any] = {
-        "x": of(
+        "x": channel(
             time.field,
-            title=time.field if is_last else None,
+            time.field if is_last else None,
             scale={"domain": [time.first, time.last], "nice": False},
             axis={"labels": is_last, "ticks": is_last, "tickCount": 10, "labelOverlap": True},
         ),
-        "y": of("value", title=None, scale=scale, axis=axis),
-        "color": of("group", "nominal", title=None, sort=groups),
-        "detail": [{"field": "run"}, {"field": "number"}],
-        "tooltip": tooltip("run", "number", "status"),
+        "y": channel("value", None, scale=scale, axis=axis),
+        "color": nominal("group", sort=groups),
+        "detail": tips("run", "number"),
+        "tooltip": tips("run", "number", "status"),
     }
     if panel == "loss":
         dash = {"domain": ["training loss", "test loss"], "range": [[1, 0], [5, 3]]}
-        encoding["strokeDash"] = of("number", "nominal", legend=None, scale=dash)
+        encoding["strokeDash"] = nominal("number", legend=None, scale=dash)
     return {
         "title": {"text": panel, "anchor": "start", "fontSize": 12, "offset": 4},
         "height": 110,

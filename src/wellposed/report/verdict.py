@@ -1,44 +1,43 @@
-"""The verdict in words: the worst place, what the edits changed, what to try next.
+"""What a person wants to know first: a headline, the worst place, what the edits changed, what to try next.
 
 Sentences are lists of parts, of which a :class:`Name` is text that somebody else chose: the page keeps it
 apart, so that it cannot run into the sentence around it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from wellposed.calls import GRAY
-from wellposed.records import Record, short
+from wellposed.records import short
 from wellposed.report.comparing import (
-    accuracy,
-    has_bounds,
-    largest_log,
+    Change,
+    Place,
+    Worst,
+    by_place,
+    changes,
+    direction,
+    is_decided,
+    kappa_text,
     mean_entropy,
-    mean_log,
     worst,
-    worst_places,
 )
+from wellposed.report.heat_maps import sorted_positions
 from wellposed.report.subjects import Material, Subject
-from wellposed.stats import spread
+from wellposed.stats import Estimate, Median, median
 
 LARGE_KAPPA = 1e3
 DENSE = 0.95
 """Mean entropy from which attention is called dense."""
 SEEDS = 3
-MOST_WORST = 3
-MOST_TIED = 4
-MOST = 8
-"""Variants that get a sentence; the table has all."""
+MOST = 6
+"""Variants in a table of a card; the large table has all."""
+NAMED = 3
+"""Variants that a sentence names."""
 
 
 class Name(str):
     """A name of a run, a model or a class."""
-
-    __slots__ = ()
-
-
-class Edits(str):
-    """Edits in words, which hold the names of modules."""
 
     __slots__ = ()
 
@@ -49,212 +48,328 @@ class Code(str):
     __slots__ = ()
 
 
-class Listed(tuple[str, ...]):
-    """Points under a sentence."""
+class Strong(str):
+    """The word of a cell that counts."""
 
     __slots__ = ()
 
 
-Sentence = tuple[str | Name | Edits | Code | Listed, ...]
+class Listed(tuple[str, ...]):
+    """Points under a sentence, folded where they are many."""
+
+    __slots__ = ()
 
 
-def verdict(material: Material) -> dict[str, list[Sentence]]:
-    """Heading -> sentences; a heading without sentences is skipped."""
-    groups = material.groups()
-    counted = _counted(groups)
-    parts: dict[str, list[Sentence]] = {
-        "What could not be read": [(Name(each.path), f": {each.what}") for each in material.damage],
-        "What is worst": list(_worst(groups)),
-        "What the edits changed": list(_changes(counted)),
-        "What the studies say": [(each.sentence, Listed(each.claims)) for each in material.conclusions],
-        "What to try next": list(_next(material, counted)),
-    }
-    return {title: sentences for title, sentences in parts.items() if sentences}
+Sentence = tuple[str | Name | Code | Strong | Listed, ...]
 
 
-def _counted(groups: dict[str, list[Subject]]) -> dict[str, list[Subject]]:
-    """What means are taken over."""
-    kept = {name: [each for each in of if each.counts] for name, of in groups.items()}
-    return {name: of for name, of in kept.items() if of}
+@dataclass(frozen=True)
+class Card:
+    """Part of the page above the details.
+
+    Args:
+        title: a heading.
+        sentences: each a paragraph.
+        head: of a small table.
+        rows: its cells.
+    """
+
+    title: str
+    sentences: tuple[Sentence, ...] = ()
+    head: tuple[str, ...] = ()
+    rows: tuple[tuple[Sentence, ...], ...] = ()
 
 
-def _worst(groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
-    found = []
-    for subjects in groups.values():
-        known = [(subject, record) for subject in subjects if (record := worst(subject)) is not None]
-        if known:
-            found.append(max(known, key=lambda pair: pair[1].value or 0.0))
-    if not found:
-        yield ("No condition numbers are in these records.",)
-        return
-    found.sort(key=lambda pair: pair[1].value or 0.0, reverse=True)
-    for subject, record in found[:MOST_WORST]:
-        images = f", median over {record.images} images" if record.images else ""
-        if len(tied := worst_places(subject)) > 1:
-            yield _tied(subject, tied, record, images)
-            continue
-        yield (
-            "In ",
-            Name(subject.name),
-            f" the worst place is block {record.block}, {record.position}: kappa {record.text()} "
-            f"(ln kappa {record.log:.2f}{images}).{_comparison(subject)}",
-        )
-    if len(found) > MOST_WORST:
-        left = len(found) - MOST_WORST
-        yield (f"The other variants, {left} in number, are better; the table below has them.",)
+@dataclass(frozen=True)
+class Verdict:
+    """The top of the page; a card that would be empty is not among them."""
+
+    headline: Sentence
+    lead: Sentence
+    cards: tuple[Card, ...]
 
 
-def _tied(subject: Subject, tied: Sequence[Record], largest: Record, images: str) -> Sentence:
-    """Bounds cannot be ranked."""
-    named = [f"block {record.block}, {record.position}" for record in tied]
-    more = f"; and {len(named) - MOST_TIED} more" if len(named) > MOST_TIED else ""
-    return (
-        "In ",
-        Name(subject.name),
-        f" the worst place is not known: kappa exceeds what the arithmetic resolves at {len(tied)} places "
-        f"({'; '.join(named[:MOST_TIED])}{more}), where it is at least {short(_least(tied))}, up to "
-        f"{largest.text()}{images}.{_comparison(subject)}",
+def verdict(material: Material) -> Verdict:
+    """Of everything that was read."""
+    variants = material.variants()
+    found = {name: bad for name, own in variants.items() if (bad := worst(own)) is not None}
+    ranked = sorted(found, key=lambda name: (-found[name].bounds, -found[name].kappa.value))
+    made = changes(material)
+    known = [change for change in made if change.accuracy is not None]
+    conditioning = _where(ranked[0], found[ranked[0]], len(variants)) if ranked else _without_kappa(material)
+    cards = (
+        Card(
+            "What could not be read", tuple((Name(each.path), f": {each.what}") for each in material.damage)
+        ),
+        _worst_card(material, ranked, found),
+        _changes_card(made),
+        Card(
+            "What the studies say",
+            tuple((each.sentence, Listed(each.claims)) for each in material.conclusions),
+        ),
+        Card("What to try next", tuple(_next(material, made))),
+    )
+    return Verdict(
+        headline=_accuracies(known) if known else conditioning,
+        lead=conditioning if known and ranked else (),
+        cards=tuple(card for card in cards if card.sentences or card.rows),
     )
 
 
-def _least(records: Sequence[Record]) -> float:
-    return min(record.value or 0.0 for record in records)
+def _accuracies(known: Sequence[Change]) -> Sentence:
+    """What the edits did to accuracy, as far as the runs decide it."""
+    of: dict[str, list[str]] = {"lower": [], "higher": [], "undecided": []}
+    estimates = [change.accuracy for change in known if change.accuracy is not None]
+    for change, estimate in zip(known, estimates, strict=True):
+        of[direction(estimate)].append(change.name)
+    if len(of["undecided"]) == len(known):
+        why = "zero is inside the interval" if len(known) == 1 else "zero is inside every interval"
+        if any(estimate.p is None for estimate in estimates):
+            single = any(estimate.n < 2 for estimate in estimates)
+            why = "one run decides nothing" if single else "equal differences show no spread"
+        if len(known) == 1:
+            return ("Whether accuracy changes with ", Name(known[0].name), f" is undecided: {why}.")
+        return (f"None of the {len(known)} differences in accuracy is decided: {why}.",)
+    said: list[str | Name | Code | Strong | Listed] = ["Compared with no edits, accuracy is "]
+    for place, word in enumerate(word for word in ("lower", "higher") if of[word]):
+        said += [" and " if place else "", f"{word} with ", *_names(of[word])]
+    if left := len(of["undecided"]):
+        verb = "the other difference is" if left == 1 else "the others are"
+        said.append(f"; {verb} undecided")
+    return (*said, ".")
 
 
-def _comparison(subject: Subject) -> str:
-    """Attention compared with the FFN, which is the papers' point; a ratio of two bounds says nothing."""
-    attention, ffn = (mean_log(subject, f"{role}.branch") for role in ("attention", "ffn"))
+def _names(names: Sequence[str]) -> Iterator[str | Name]:
+    if len(names) > NAMED:
+        yield f"{len(names)} variants"
+        return
+    for place, name in enumerate(names):
+        yield "" if not place else " and " if place == len(names) - 1 else ", "
+        yield Name(name)
+
+
+def _where(name: str, bad: Worst, variants: int) -> Sentence:
+    """The worst variant of several, or the worst place of one."""
+    several = ("Conditioning is worst with ", Name(name), ": ")
+    if len(bad.places) > 1:
+        said = f"kappa exceeds float32 resolution at {bad.bounds} of {bad.of} places"
+        return (*several, f"{said}.") if variants > 1 else ("In ", Name(name), f" {said}.")
+    said = f"kappa is {'at least ' if bad.kappa.at_least else ''}{short(math.exp(bad.kappa.value))}"
+    where = _in_words(bad.places[0])
+    if variants > 1:
+        return (*several, f"{said} at {where}.")
+    return ("The worst place in ", Name(name), f" is {where}: {said}.")
+
+
+def _without_kappa(material: Material) -> Sentence:
+    runs = len(material.subjects)
+    return (f"No condition numbers are in {'this record' if runs == 1 else f'these {runs} records'}.",)
+
+
+_WORDS = {
+    "input": "what enters block {}",
+    "attention.branch": "attention's output in block {}",
+    "ffn.branch": "the FFN's output in block {}",
+    "attention.sum": "what leaves attention in block {}",
+    "ffn.sum": "what leaves block {}",
+}
+
+
+def _in_words(place: Place) -> str:
+    block, position = place
+    return _WORDS.get(position, f"{position} of block {{}}").format(block)
+
+
+def _worst_card(material: Material, ranked: Sequence[str], found: dict[str, Worst]) -> Card:
+    if not ranked:
+        return Card("Worst place")
+    variants = material.variants()
+    plain = next((name for name in ranked if not variants[name][0].edits), ranked[0])
+    said: list[Sentence] = []
+    if times := _attention_and_ffn(variants[plain]):
+        said.append(("In ", Name(plain), ", ", times))
+    if found[ranked[0]].bounds:
+        said.append(("≥ marks a lower bound: kappa exceeds float32 resolution, and bounds have no order.",))
+    if all(subject.is_random for subject in material.subjects):
+        said.append(("The weights were never trained; trained ones look different.",))
+    if (left := len(ranked) - MOST) > 0:
+        said.append((f"The table of all variants has {left} more.",))
+    if len(ranked) == 1:
+        return Card(
+            "Worst place", tuple(said), ("position", "worst in", "kappa"), _by_position(variants[plain])
+        )
+    rows: list[tuple[Sentence, ...]] = []
+    for name in ranked[:MOST]:
+        bad = found[name]
+        rows.append(((Name(name),), (bad.where(" places"),), (kappa_text(bad.kappa),)))
+    return Card("Worst place", tuple(said), ("variant", "place", "kappa"), tuple(rows))
+
+
+def _by_position(subjects: Sequence[Subject]) -> tuple[tuple[Sentence, ...], ...]:
+    """Of one variant. A skip carries what came before it."""
+    places = by_place(subjects)
+    positions = sorted_positions(name for _, name in places if not name.endswith(".skip"))
+    rows: list[tuple[Sentence, ...]] = []
+    for position in positions:
+        block = max((b for b, name in places if name == position), key=lambda b: places[b, position].value)
+        at = places[block, position]
+        rows.append(((position,), ("a bound" if at.at_least else f"block {block}",), (kappa_text(at),)))
+    return tuple(rows)
+
+
+def _attention_and_ffn(subjects: Sequence[Subject]) -> str:
+    """The papers' point. A ratio of two bounds says nothing."""
+    places = by_place(subjects)
+    attention, ffn = (_over_blocks(places, f"{role}.branch") for role in ("attention", "ffn"))
     if attention is None or ffn is None:
         return ""
-    more, times = attention > ffn, short(math.exp(abs(attention - ffn)))
-    larger, smaller = ("attention", "ffn") if more else ("ffn", "attention")
-    if has_bounds(subject, f"{smaller}.branch"):
+    worse = attention.value > ffn.value
+    larger, smaller = (attention, ffn) if worse else (ffn, attention)
+    ratio = math.exp(larger.value - smaller.value)
+    if smaller.at_least:
         return ""
-    if has_bounds(subject, f"{larger}.branch"):
-        times = f"at least {times}"
+    if ratio < 1.05 and not larger.at_least:
+        return "attention's output is about as well conditioned as the FFN's."
+    at_least = "at least " if larger.at_least else ""
     return (
-        f" Over the blocks, what attention adds is {times} times {'worse' if more else 'better'} conditioned "
-        "than what the FFN adds."
+        f"attention's output is {at_least}{short(ratio)} times {'worse' if worse else 'better'} conditioned "
+        "than the FFN's (medians over the blocks)."
     )
 
 
-def _changes(groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
-    count = 0
-    for name, subjects in groups.items():
-        edits = subjects[0].edits
-        plain = next(
-            (
-                (other, of)
-                for other, of in groups.items()
-                if not of[0].edits and of[0].key == subjects[0].key and of[0].kind == subjects[0].kind
-            ),
-            None,
-        )
-        if not edits or plain is None:
-            continue
-        count += 1
-        if count > MOST:
-            continue
-        parts = [text for text in (_accuracy(subjects, plain[1]), _kappa(subjects, plain[1])) if text]
-        parts += [text for text in (_entropy(subjects, plain[1]),) if text]
-        if parts:
-            named = "; ".join(edits)
-            of_edits: Sentence = () if named == name else (" (", Edits(named), ")")
-            yield (Name(name), *of_edits, " compared with ", Name(plain[0]), f": {'; '.join(parts)}.")
-    if count > MOST:
-        yield (f"{count - MOST} more edited variants are in the table below.",)
+def _over_blocks(places: dict[Place, Median], position: str) -> Median | None:
+    """Ln kappa, the median."""
+    known = [log for (_, where), log in places.items() if where == position]
+    return median([log.value for log in known], [log.at_least for log in known]) if known else None
 
 
-def _accuracy(edited: Sequence[Subject], plain: Sequence[Subject]) -> str:
-    a, b = spread(map(accuracy, edited)), spread(map(accuracy, plain))
-    if a is None or b is None:
-        return ""
-    change = a.mean - b.mean
-    said = f"accuracy {b.mean:.2f} → {a.mean:.2f} % ({change:+.2f} points, n = {b.n} and {a.n})"
-    known = [each.deviation for each in (a, b) if each.deviation is not None]
-    if not known:
-        return f"{said}, one run a side, so no deviation to hold it against"
-    deviation, how = math.hypot(*known), ""
-    first, second = (_by_seed(subjects) for subjects in (edited, plain))
-    if first.keys() == second.keys() and len(first) == a.n == b.n:
-        # As the studies do: what a seed does to both sides is no doubt about their difference.
-        paired = spread(first[seed] - second[seed] for seed in first)
-        if paired is not None and paired.deviation is not None:
-            deviation, how = paired.deviation, ", seed by seed"
-    more = "more" if abs(change) > deviation else "less"
-    return f"{said}, {more} than its deviation of {deviation:.2f}{how}"
+def _changes_card(made: Sequence[Change]) -> Card:
+    columns: list[tuple[str, Callable[[Change], Sentence]]] = [("variant", lambda each: (Name(each.name),))]
+    if any(each.accuracy for each in made):
+        columns.append(("accuracy, points", lambda each: _cell(each.accuracy, _points)))
+    if any(each.after for each in made):
+        columns.append(("kappa of what leaves the last block, and its ratio", _kappa_cell))
+    if any(each.entropy for each in made):
+        columns.append(("entropy of attention", lambda each: _cell(each.entropy, _fraction)))
+    if len(columns) == 1:
+        return Card("What changed")
+    baselines = list(dict.fromkeys(each.baseline for each in made))
+    plain = _names(baselines) if len(baselines) <= NAMED else ["the variants without edits"]
+    said: list[Sentence] = [
+        ("Compared with ", *plain, "; in brackets the interval of 95%, which one run has not.")
+    ]
+    if any(each.ln_kappa for each in made):
+        said.append(("Kappa is a median over the runs; ratios are geometric means, taken seed by seed.",))
+    if any(each.differs for each in made):
+        said.append(("Some of these recipes differ in more than their edits; provenance lists the fields.",))
+    if (left := len(made) - MOST) > 0:
+        said.append((f"The table of all variants has {left} more.",))
+    rows = tuple(tuple(cell(each) for _, cell in columns) for each in made[:MOST])
+    return Card("What changed", tuple(said), tuple(title for title, _ in columns), rows)
 
 
-def _by_seed(subjects: Sequence[Subject]) -> dict[int, float]:
-    return {
-        subject.seed: value
-        for subject in subjects
-        if subject.seed is not None and (value := accuracy(subject)) is not None
-    }
+def _points(value: float) -> str:
+    return f"{value:+.1f}"
 
 
-def _kappa(edited: Sequence[Subject], plain: Sequence[Subject]) -> str:
-    parts = []
-    for position in ("input", "attention.branch", "ffn.branch"):
-        a = spread(mean_log(subject, position) for subject in edited)
-        b = spread(mean_log(subject, position) for subject in plain)
-        if a is not None and b is not None:
-            before, after = (
-                "≥ " if any(has_bounds(each, position) for each in of) else "" for of in (plain, edited)
-            )
-            parts.append(f"{position} {before}{b.mean:.2f} → {after}{a.mean:.2f}")
-    return f"mean ln kappa of {', '.join(parts)}" if parts else ""
+def _fraction(value: float) -> str:
+    return f"{value:+.3f}"
 
 
-def _entropy(edited: Sequence[Subject], plain: Sequence[Subject]) -> str:
-    a, b = spread(map(mean_entropy, edited)), spread(map(mean_entropy, plain))
-    return "" if a is None or b is None else f"mean entropy {b.mean:.4f} → {a.mean:.4f}"
+def _times(log: float) -> str:
+    return short(math.exp(log))
 
 
-def _next(material: Material, groups: dict[str, list[Subject]]) -> Iterator[Sentence]:
+def _cell(difference: Estimate | None, number: Callable[[float], str]) -> Sentence:
+    if difference is None:
+        return ("-",)
+    word = direction(difference)
+    return (Strong(word) if is_decided(difference) else word, f" {_with_interval(difference, number)}")
+
+
+def _with_interval(difference: Estimate, number: Callable[[float], str], unit: str = "") -> str:
+    told = number(difference.mean) + unit
+    if difference.p is None or math.isinf(difference.low) or math.isinf(difference.high):
+        return told
+    return f"{told} [{number(difference.low)}, {number(difference.high)}]"
+
+
+def _kappa_cell(change: Change) -> Sentence:
+    """Before and after, and the ratio where there is one."""
+    if change.before is None or change.after is None:
+        return ("-",)
+    arrow = f"{kappa_text(change.before)} → {kappa_text(change.after)}"
+    ratio = change.ln_kappa
+    if ratio is None:
+        return (arrow,)
+    if change.after.at_least or ratio.at_least:
+        return (f"{arrow}, at least {_times(ratio.mean)} times",) if ratio.at_least else (arrow,)
+    word = {"higher": "worse", "lower": "better"}.get(direction(ratio), "undecided")
+    said = f" {arrow}, {_with_interval(ratio, _times, ' times')}"
+    return (Strong(word) if is_decided(ratio) else word, said)
+
+
+def _next(material: Material, made: Sequence[Change]) -> list[Sentence]:
+    said = list(_advice(material, made))
+    if not said and any(subject.select("kappa") for subject in material.subjects):
+        said = [
+            ("Nothing in these records asks for an edit: an ill-conditioned output of attention is normal.",),
+            ("The page Fix my model of the documentation says which edit fits which symptom.",),
+        ]
+    return said
+
+
+def _advice(material: Material, made: Sequence[Change]) -> Iterator[Sentence]:
     every = material.subjects
-    has_grayed = any(subject.has(GRAY) for subject in every)
     if left := len(material.unfinished):
         yield (
             f"{left} run{'' if left == 1 else 's'} did not finish and count{'s' if left == 1 else ''} in no "
             "mean: the same ",
             Code("wellposed train"),
-            " command resumes it.",
+            " command resumes.",
         )
-    if any(record is not None and record.status == "at least" for record in map(worst, every)):
-        advice = "Some tokens exceed float32 resolution: they may be rank deficient. "
+    places = [by_place(own) for own in material.variants().values()]
+    if any(log.at_least for of in places for log in of.values()):
         if any(subject.has("remove_skips", ("attention", "both", "all")) for subject in every):
-            yield (advice + "Put attention's skips back first (", Code("wp.restore(model)"), ").")
+            yield (
+                "Keep attention's skips: without them kappa exceeds float32 resolution. ",
+                Code("wp.restore(model)"),
+                " puts them back.",
+            )
         else:
-            yield (advice + "Look at those blocks first.",)
-    entering = [log for each in every if (log := largest_log(each, "input")) is not None]
-    if entering and max(entering) >= math.log(LARGE_KAPPA) and not has_grayed:
+            yield (
+                "Where kappa exceeds float32 resolution, look at the effective rank instead: ",
+                Code("wellposed diagnose MODEL --what tokens"),
+                ".",
+            )
+    entering = [log.value for of in places for (_, position), log in of.items() if position == "input"]
+    if entering and max(entering) >= math.log(LARGE_KAPPA) and not any(each.has(GRAY) for each in every):
         yield (
-            "Kappa of what enters the blocks is large and nothing is grayed: try training with it, ",
+            "Kappa of what enters the blocks is large: try training with graying, ",
             Code("wellposed train --edit 'gray_tokens eps=0.7'"),
-            ". It hardly moves the kappa of attention's own output, and in trained weights it costs accuracy "
-            "until they are trained with it.",
-        )
-    elif has_grayed:
-        yield (
-            "Tokens are grayed already: try another eps or place (",
-            Code("python -m studies eps-sweep"),
-            ").",
+            ". It hardly changes attention's own output, and trained weights lose accuracy until they are "
+            "trained with it.",
         )
     dense = [v for each in every if not each.is_random and (v := mean_entropy(each)) is not None]
     if dense and max(dense) >= DENSE and not any(each.has("broadcast_context") for each in every):
         yield (
-            f"Attention is dense (mean entropy up to {max(dense):.3f}), which Context Broadcasting was "
-            "made for. Plain CB takes most of the accuracy of trained weights at once, and in our runs from "
-            "scratch CB in the MLP cost 3 to 5 points on natural images. CB_S from the identity changes "
-            "nothing until it is trained: ",
+            f"Attention is dense (mean entropy up to {max(dense):.3f}). Context Broadcasting was made for "
+            "that, in models with a class token; in mean-pooled ones it cost accuracy in our runs. Plain CB "
+            "ruins trained weights at once, CB_S from the identity changes nothing until it is trained: ",
             Code('wp.broadcast_context(model, scaled=True, init="identity")'),
             ".",
         )
-    runs = [len(of) for of in groups.values() if of[0].kind == "run"]
+    runs = [len(own) for own in material.variants().values() if own[0].kind == "run" and own[0].counts]
+    open_ones = [each for each in made if each.accuracy and not is_decided(each.accuracy)]
     if runs and min(runs) < SEEDS:
         yield (
-            f"Some variants have fewer than {SEEDS} seeds; differences of single runs are often chance: ",
+            f"Some variants have fewer than {SEEDS} seeds, and one run decides nothing: ",
             Code("wellposed sweep RECIPES --seeds 0-2"),
+            ".",
+        )
+    elif open_ones:
+        yield (
+            "More seeds narrow the intervals of what is undecided: ",
+            Code("wellposed sweep RECIPES --seeds 0-9"),
             ".",
         )

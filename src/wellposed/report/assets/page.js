@@ -3,6 +3,7 @@
   // The data of the page: each section has its rows by column, a Vega-Lite chart without data, or both.
   const sections = JSON.parse(document.getElementById("report-data").textContent);
   const TABLE_ROWS = 300;
+  const NARROW = 560;
   const LOG_AXIS = { format: "~e", tickCount: 6, labelOverlap: true, labelExpr: "replace(datum.label, '+', '')" };
   const byId = (id) => document.getElementById(id);
   const drawn = [];
@@ -40,6 +41,10 @@
     return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(3).replace("e+", "e") : String(+value.toPrecision(5));
   }
 
+  function brief(value) {
+    return value >= 1e5 ? value.toExponential(2).replace("e+", "e") : value.toLocaleString("en", { maximumSignificantDigits: 3 });
+  }
+
   // Light and dark
 
   function theme() {
@@ -56,9 +61,10 @@
   function config() {
     const { page, line, text, quiet } = colours();
     const dark = theme() === "dark";
+    // After Okabe and Ito, for all kinds of colour vision.
     const category = dark
-      ? ["#7cb7ff", "#ffb454", "#7fd1ae", "#ff8a8a", "#c9a3ff", "#f2d45c", "#6fd3e8", "#f59ac9", "#b8c4d6", "#a8d46f"]
-      : ["#1f5fb4", "#c05a00", "#1b7f5c", "#b3261e", "#6b3fa0", "#8a6d00", "#0b7285", "#a61e63", "#545d6e", "#4d7c0f"];
+      ? ["#56b4e9", "#f0884a", "#2fc99a", "#e29ac6", "#f0c244", "#a9c7ff", "#c9cdd6"]
+      : ["#0072b2", "#c04f00", "#007f5f", "#a6417a", "#8f6a00", "#3d7fbf", "#555b66"];
     return {
       background: page,
       font: "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif",
@@ -68,10 +74,12 @@
       axisBand: { grid: false },
       legend: { labelColor: text, titleColor: quiet, orient: "top", titleFontWeight: "normal" },
       title: { color: text, fontWeight: 600 },
+      header: { labelColor: text },
       range: { category, heatmap: { scheme: dark ? "inferno" : "yelloworangered", extent: dark ? [0.18, 1] : [0.05, 1] },
-        ramp: { scheme: dark ? "viridis" : "blues" } },
+        ramp: { scheme: dark ? "viridis" : "blues" }, verdict: [category[1], quiet, category[0]],
+        bound: dark ? ["#ffffff", "#000000"] : ["#000000", "#ffffff"] },
       line: { color: category[0] },
-      style: { picked: { stroke: dark ? "#7cb7ff" : "#0b4fa8" } },
+      style: { picked: { stroke: dark ? "#7cb7ff" : "#0b4fa8" }, mean: { color: category[0] }, zero: { color: quiet } },
     };
   }
 
@@ -98,23 +106,73 @@
     tip.style.top = y + "px";
   }
 
-  function fitted(spec, width) {
-    const copy = structuredClone(spec);
-    // A legend of many names goes on in a further row.
+  const distinct = (rows, key) => [...new Set(rows.map((row) => row[key]))];
+
+  // Of each cell the median over a variant's runs. It is exact if every lower bound lies above it.
+  function medians(rows, [value, ...keys]) {
+    const cells = new Map();
+    for (const row of rows) {
+      const key = JSON.stringify(keys.map((name) => row[name]));
+      if (cells.has(key)) cells.get(key).push(row);
+      else cells.set(key, [row]);
+    }
+    return [...cells.values()].map((own) => {
+      if (own.length === 1) return own[0];
+      own.sort((a, b) => a[value] - b[value]);
+      const [low, high] = [own[(own.length - 1) >> 1], own[own.length >> 1]];
+      const isBound = own.some((row) => row.status === "at least" && row[value] <= high[value]);
+      const cell = { ...high, runs: own.length, low: null, high: null, status: isBound ? "at least" : "ok" };
+      if (low !== high) {
+        if ("ln_kappa" in cell) cell.ln_kappa = (low.ln_kappa + high.ln_kappa) / 2;
+        cell[value] = "ln_kappa" in cell ? Math.exp(cell.ln_kappa) : (low[value] + high[value]) / 2;
+      }
+      return cell;
+    });
+  }
+
+  // A chart as wide as the page: panels next to each other where there is room, below each other on a phone.
+  function fitted(figure, width, rows) {
+    let spec = structuredClone(figure.spec);
     const legend = { columns: Math.max(1, Math.floor(width / 240)), labelLimit: width < 500 ? width - 80 : 320 };
-    copy.config = vega.mergeConfig(config(), { legend, axisY: { labelLimit: Math.max(110, width * 0.38) } });
-    if (copy.vconcat) copy.vconcat.forEach((part) => { part.width = width - 66; });
-    else Object.assign(copy, { width, autosize: { type: "fit-x", contains: "padding" } });
-    return copy;
+    const labels = Math.round(Math.min(230, width * 0.36));
+    const axisY = { labelLimit: spec.hconcat ? labels : Math.max(110, width * 0.38) };
+    const panels = figure.facet ? distinct(rows, figure.facet) : [];
+    if (panels.length > 1) {
+      const columns = Math.min(panels.length, Math.max(1, Math.floor(width / 280)));
+      Object.assign(axisY, { minExtent: 34, maxExtent: 34 });
+      const facet = { field: figure.facet, type: "nominal", title: null, sort: panels,
+        header: { labelFontSize: 12, labelFontWeight: 600, labelLimit: Math.floor(width / columns) - 40, labelPadding: 6 } };
+      spec.width = Math.floor(width / columns) - 84;
+      spec = { facet, columns, spacing: 14, resolve: { axis: { x: "independent", y: "independent" } }, spec };
+    } else if (spec.vconcat) {
+      spec.vconcat.forEach((part) => { part.width = width - 66; });
+    } else if (spec.hconcat) {
+      Object.assign(axisY, { minExtent: labels, maxExtent: labels });
+      const [left, right] = spec.hconcat;
+      for (const part of spec.hconcat) part.encoding.y.scale = { domain: distinct(rows.filter((row) => row.accuracy !== null), "name") };
+      if (width < NARROW) {
+        left.width = right.width = width - labels - 30;
+        spec = { vconcat: [left, right], spacing: spec.spacing };
+      } else {
+        left.width = right.width = Math.floor((width - labels - 70) / 2);
+        right.encoding.y.axis = null;
+      }
+    } else {
+      Object.assign(spec, { width, autosize: { type: "fit-x", contains: "padding" } });
+    }
+    spec.params = [{ name: "picked", value: figure.picked || "" }];
+    spec.config = vega.mergeConfig(config(), { legend, axisY, view: { continuousWidth: 200 } });
+    return spec;
   }
 
   async function draw(figure) {
-    const width = figure.host.clientWidth;
-    if (!width) return;
+    const width = figure.host.closest("details:not([open])") ? 0 : figure.host.clientWidth;
     figure.width = width;
-    const spec = fitted(figure.spec, width);
-    spec.datasets = { rows: figure.rows(), picked: figure.picked ? figure.picked() : [] };
+    if (!width) return;
+    const rows = figure.rows();
+    const spec = fitted(figure, width, rows);
     spec.data = { name: "rows" };
+    spec.datasets = { rows };
     const compiled = vegaLite.compile(spec, { logger: quietLogger }).spec;
     const runtime = vega.parse(compiled, null, { ast: true });
     if (figure.view) figure.view.finalize();
@@ -137,6 +195,10 @@
 
   function drawAll() {
     return Promise.all(drawn.map(draw));
+  }
+
+  function drawChanged() {
+    drawn.filter((figure) => figure.host.clientWidth !== figure.width).forEach(draw);
   }
 
   // Saving
@@ -254,7 +316,7 @@
     const points = () => !place ? [] : known
       .filter((row) => row.block === place.block && row.position === place.position)
       .flatMap((row) => curves[row.spectrum].index.map((index, i) =>
-        ({ run: row.run, index, value: curves[row.spectrum].value[i] })));
+        ({ variant: row.variant, run: row.run, index, value: curves[row.spectrum].value[i] })));
     const figure = add({
       host: byId(section.id + "-spectrum-chart"),
       rows: points,
@@ -263,38 +325,40 @@
         transform: [{ filter: { field: "value", gt: 0 } }],
         mark: { type: "line", strokeWidth: 2, point: { size: 16 } },
         encoding: {
-          x: { field: "index", type: "quantitative", title: "number of the singular value, the largest first", axis: { tickMinStep: 1 } },
+          x: { field: "index", type: "quantitative", title: "number of the singular value, the largest first",
+            axis: { tickMinStep: 1, format: "d" } },
           y: { field: "value", type: "quantitative", title: "singular value / largest", scale: { type: "log" },
             axis: LOG_AXIS },
-          color: { field: "run", type: "nominal", title: null, sort: null },
-          tooltip: [{ field: "run" }, { field: "index" }, { field: "value" }],
+          color: { field: "variant", type: "nominal", title: null, sort: null },
+          detail: { field: "run" },
+          tooltip: [{ field: "variant" }, { field: "run" }, { field: "index" }, { field: "value" }],
         },
       },
     });
     function choose(block, position, redraw) {
       place = { block, position };
+      heat.picked = block + "|" + position;
       const here = keys.findIndex(([b, p]) => b === block && p === position);
       if (here >= 0) select.value = String(here);
-      const here_rows = rows.filter((row) => row.block === block && row.position === position);
       said.replaceChildren("block " + block + ", " + position + ": kappa ");
-      here_rows.slice(0, 6).forEach((row, i) => {
-        said.append((i ? "; " : "") + (row.status === "at least" ? "≥ " : "") + shown(row.kappa) + " in ", isolated(row.run));
+      const cells = medians(rows.filter((row) => row.block === block && row.position === position), heat.median);
+      cells.slice(0, 6).forEach((row, i) => {
+        said.append((i ? "; " : "") + (row.status === "at least" ? "≥ " : "") + brief(row.kappa) + " in ", isolated(row.variant));
       });
       if (here < 0) said.append(". Its records have no spectrum; wellposed diagnose writes one.");
       if (!redraw) return;
       draw(figure);
-      draw(heat);
+      if (heat.view) heat.view.signal("picked", heat.picked).runAsync();
     }
-    heat.picked = () => (place ? [{ block: place.block, position: place.position }] : []);
     heat.click = (datum) => {
       if (datum.block === undefined) return;
       choose(datum.block, datum.position, true);
       byId(section.id + "-spectrum").scrollIntoView({ block: "nearest" });
     };
     select.addEventListener("change", () => { const [b, p] = keys[+select.value]; choose(b, p, true); });
-    const worst = known.reduce((a, b) => (b.kappa > a.kappa ? b : a), known[0]);
-    if (worst) choose(worst.block, worst.position, false);
-    const columns = ["run", "index", "value"].map((key) => ({ key, title: key }));
+    const worst = medians(known, heat.median).reduce((a, b) => (b.kappa > a.kappa ? b : a), { kappa: 0 });
+    if (worst.kappa) choose(worst.block, worst.position, false);
+    const columns = ["variant", "run", "index", "value"].map((key) => ({ key, title: key }));
     saveButtons(document.querySelectorAll("#" + section.id + "-spectrum [data-save]"), "spectrum", figure,
       () => ({ columns, rows: points() }));
   }
@@ -319,17 +383,19 @@
     const chart = section.chart;
     const rows = rowsOf(chart);
     const columns = chart.columns.filter((column) => !column.hidden);
-    const select = byId(section.id + "-choose");
-    const values = chart.choose ? [...new Set(rows.map((row) => row[chart.choose]))] : [];
     let figure = null;
-    if (select) {
-      menu(select, values);
-      select.value = String(Math.max(0, values.indexOf(chart.chosen)));
-    }
     if (chart.spec) {
-      const chosen = () => (select ? rows.filter((row) => row[chart.choose] === values[+select.value]) : rows);
-      figure = add({ host: byId(section.id + "-chart"), spec: chart.spec, rows: chosen });
-      if (select) select.addEventListener("change", () => draw(figure));
+      const cells = chart.median.length ? medians(rows, chart.median) : rows;
+      const [by, most] = chart.most;
+      const values = by ? distinct(cells, by) : [];
+      const first = new Set(values.slice(0, most));
+      figure = add({ host: byId(section.id + "-chart"), spec: chart.spec, facet: chart.facet, median: chart.median,
+        rows: () => (by && !figure.all ? cells.filter((row) => first.has(row[by])) : cells) });
+      if (values.length > most) {
+        const more = make("button", "Show all " + values.length, { type: "button" });
+        more.addEventListener("click", () => { figure.all = true; more.remove(); draw(figure); });
+        document.querySelector("#" + section.id + " > .tools").prepend(more);
+      }
     }
     if (section.extra && section.extra.pictures) pictures(section);
     if (chart.opens === "spectrum") spectrumPanel(section, rows, figure);
@@ -343,6 +409,7 @@
   }
 
   sections.forEach(set);
+  for (const part of document.querySelectorAll("details.part")) part.addEventListener("toggle", drawChanged);
 
   const button = byId("theme");
   function named() {
@@ -359,7 +426,7 @@
   let waiting = 0;
   addEventListener("resize", () => {
     clearTimeout(waiting);
-    waiting = setTimeout(() => drawn.filter((figure) => figure.host.clientWidth !== figure.width).forEach(draw), 150);
+    waiting = setTimeout(drawChanged, 150);
   });
   named();
   drawAll().then(() => { document.documentElement.dataset.ready = "yes"; });
