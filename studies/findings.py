@@ -176,6 +176,38 @@ GRAYING = [
 ]
 BROADCASTING = [
     *accuracy(
+        "CB helps a ViT with a class token",
+        "cb-heads",
+        "class token, CB",
+        "class token, none",
+        cifar10_20k="CIFAR-10, 3 epochs",
+    ),
+    *accuracy(
+        "so does CB_S",
+        "cb-heads",
+        "class token, CB_S",
+        "class token, none",
+        cifar10_20k="CIFAR-10, 3 epochs",
+    ),
+    Line(
+        "attention gets sparser (entropy over log n)",
+        "cb-heads",
+        "CIFAR-10, 3 epochs",
+        "class token, CB - class token, none, cifar10-20k, entropy over log n",
+    ),
+    Line(
+        "the model keeps more of its accuracy under corruptions",
+        "cb-heads",
+        "CIFAR-10, 3 epochs",
+        "class token, CB - class token, none, cifar10-20k, accuracy corrupted less clean, points",
+    ),
+    Line(
+        "CB gains more with a class token than with pooling",
+        "cb-heads",
+        "CIFAR-10, 3 epochs",
+        "gain with class token - gain with mean pool, cifar10-20k, points of accuracy",
+    ),
+    *accuracy(
         "CB helps (pooled models: not as published)",
         "context-broadcasting",
         "CB",
