@@ -115,7 +115,7 @@ def test_an_edit_of_the_weight_does_not_hide_the_packing() -> None:
     assert not packed_otherwise(own, blocks(own), tokens())
 
 
-@pytest.mark.libraries
+@pytest.mark.libraries("timm")
 @pytest.mark.parametrize("name", ["tiny_vit_5m_224", "maxvit_pico_rw_256", "efficientformer_l1"])
 def test_models_that_pack_by_head(name: str) -> None:
     own = timm.create_model(name)
