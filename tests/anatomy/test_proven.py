@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,11 @@ NOT_SHIPPED = ("timm convmixer", "timm resmlp")
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name not in NOT_SHIPPED], ids=lambda case: case.name)
 def test_the_known_families_need_no_run(case: Case, as_shipped: list[nn.Module]) -> None:
+    """In the versions that the proofs were made with; in others a run finds what is written otherwise."""
+    tested = proof.proofs().tested.get(case.library)
+    if tested and version(case.library) not in tested:
+        assert blocks(case.model())
+        return
     assert is_settled(case.model())
     assert not as_shipped
 
