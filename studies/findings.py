@@ -92,6 +92,12 @@ SKIPS = [
         for name, words in {**DIGITS, "cifar10": "CIFAR-10"}.items()
     ),
     Line(
+        "so has that of trained ImageNet weights",
+        "pretrained",
+        "DeiT-Ti, 32 images",
+        "attention.branch - ffn.branch, trained weights, ln kappa by image",
+    ),
+    Line(
         "Proposition 4.1 holds (linear attention)",
         "bounds",
         "four sets",
@@ -162,6 +168,18 @@ GRAYING = [
         "a lower eps flattens the Jacobian's spectrum: DCT graying of the block's input",
     ),
     Line(
+        "a trained DeiT-Ti takes spectral 0.95 untrained (margin 1)",
+        "pretrained",
+        "1,000 images",
+        "spectral 0.95, embedding - none, points of top-1 by image, without training",
+    ),
+    Line(
+        "spectral 0.7 costs it accuracy",
+        "pretrained",
+        "1,000 images",
+        "spectral 0.7, embedding - none, points of top-1 by image, without training",
+    ),
+    Line(
         "DCT graying costs at most 5% of a step",
         "training-time",
         "ViT-B, H200",
@@ -217,10 +235,16 @@ BROADCASTING = [
         **CIFAR,
     ),
     Line(
-        "trained attention is dense",
-        "density",
-        "digits",
-        "mean over the heads - 0.5, digits, entropy over log n",
+        "CB in all blocks costs a trained DeiT-Ti accuracy",
+        "pretrained",
+        "1,000 images",
+        "CB, all blocks - none, points of top-1 by image, without training",
+    ),
+    Line(
+        "trained attention is dense (entropy over log n, less 0.5)",
+        "pretrained",
+        "DeiT-Ti, 32 images",
+        "entropy over log n - 0.5, by image",
     ),
     Line(
         "denser rows have a steeper softmax (nuclear norm)",
