@@ -187,6 +187,7 @@ def test_it_is_exported() -> None:
     torch.testing.assert_close(exported(INPUT), model(INPUT))
 
 
+@pytest.mark.slow
 def test_another_process_undoes_its_edits(tmp_path: Path) -> None:
     (tmp_path / "model.pickle").write_bytes(pickle.dumps(edited()))
     code = (

@@ -209,6 +209,7 @@ def test_another_source_is_run_again(as_shipped: list[nn.Module]) -> None:
     assert len(as_shipped) == 1
 
 
+@pytest.mark.slow
 def test_the_keys_depend_on_the_source_alone(tmp_path: Path) -> None:
     """The same in another process, in another folder, with another seed of Python's hashes."""
     code = (

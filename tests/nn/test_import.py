@@ -6,6 +6,7 @@ import sys
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unwanted", ["torch._dynamo", "triton", "scipy", "wellposed.linalg.hopper"])
 def test_what_is_not_needed_is_not_imported(unwanted) -> None:
     # The kernels are for a Hopper GPU: a call on a CPU leaves them alone too.

@@ -215,6 +215,7 @@ def test_the_model_need_not_be_known_unless_its_blocks_are_asked_for() -> None:
         ntk(model, x, groups="blocks")
 
 
+@pytest.mark.every_value
 @families("timm vit", "timm swin", "timm cait", "hf vit", "hf dinov3", "torchvision vit", "timm resmlp")
 @pytest.mark.parametrize("outputs", ["sum", "all"])
 def test_mapped_images_give_the_kernel_of_single_rows(

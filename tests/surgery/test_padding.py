@@ -110,6 +110,7 @@ def pooled(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return out  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "inputs"), [(naflex, noise_in_the_padding), (siglip, of_siglip)])
 def test_padded_patches_are_no_part_of_a_grayed_embedding(make: Any, inputs: Inputs) -> None:
     model = made(make)

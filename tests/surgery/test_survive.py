@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import wellposed as wp
 from zoo import BY_NAME, KINDS, Case, each_kind, families, output, some_families
 
+pytestmark = pytest.mark.slow
+
 # For compilers and ONNX, which take seconds: a plain model, windows, class attention, convolutions, fused
 # attention with a bias (and transformers), packed parameters, images on the second axis.
 FEW = (
@@ -97,7 +99,6 @@ def test_state_dict_goes_into_a_model_edited_alike(case: Case) -> None:
     assert torch.equal(output(other, x), output(model, x))
 
 
-@pytest.mark.slow
 @pytest.mark.every_value  # what the edit changes, Dynamo traces; AOT only sees operations
 @some_families(*FEW)
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
@@ -115,7 +116,6 @@ def test_compiles_whole_forward_and_backward(case: Case, backend: str) -> None:
             torch.testing.assert_close(parameter.grad, expected_gradients[name])
 
 
-@pytest.mark.slow
 @families("timm vit")
 @pytest.mark.parametrize("method", ["dct", "svd"])
 def test_compiles_with_inductor(case: Case, method: str) -> None:
@@ -131,7 +131,6 @@ def test_compiles_with_inductor(case: Case, method: str) -> None:
             torch.testing.assert_close(parameter.grad, expected_gradients[name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.every_value
 @families("timm vit", "timm swinv2", "hf vit", "torchvision vit")
 @pytest.mark.parametrize("method", ["dct", "svd"])
@@ -145,7 +144,6 @@ def test_exports_strictly_with_a_free_batch(case: Case, method: str) -> None:
     )
 
 
-@pytest.mark.slow
 def test_spectral_graying_exports_strictly_with_a_free_batch() -> None:
     case = BY_NAME["timm vit"]
     model = edited(case, method="spectral")
@@ -164,7 +162,6 @@ def without_fused_attention(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.slow
 @some_families(*(name for name in KINDS if name not in FEW))
 def test_exports(case: Case) -> None:
     model, x = edited(case), case.input()
@@ -173,7 +170,6 @@ def test_exports(case: Case) -> None:
     torch.testing.assert_close(program.module()(x), output(model, x), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.slow
 @some_families(*FEW)
 def test_exports_and_runs_in_onnxruntime(case: Case, tmp_path) -> None:
     model, x = edited(case), case.input()
@@ -191,7 +187,6 @@ def test_exports_and_runs_in_onnxruntime(case: Case, tmp_path) -> None:
     torch.testing.assert_close(torch.from_numpy(got), output(model, x).detach(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_spectral_graying_runs_in_onnxruntime(tmp_path) -> None:
     case = BY_NAME["timm vit"]
     model, x = edited(case, method="spectral"), case.input()
@@ -201,7 +196,6 @@ def test_spectral_graying_runs_in_onnxruntime(tmp_path) -> None:
     torch.testing.assert_close(torch.from_numpy(got), output(model, x).detach(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_onnx_has_no_svd_and_says_so(tmp_path) -> None:
     case = BY_NAME["timm vit"]
     model = edited(case, method="svd")

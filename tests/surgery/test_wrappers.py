@@ -191,6 +191,7 @@ def test_the_weights_of_adapted_layers_are_not_edited(edit: Edit) -> None:
     assert not wp.edits(model)
 
 
+@pytest.mark.slow
 def test_nothing_is_watched_without_edits() -> None:
     """In a process that makes none."""
     import subprocess
