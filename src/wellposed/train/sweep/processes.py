@@ -34,6 +34,8 @@ from wellposed.train.recipe import Recipe
 from wellposed.train.screen import duration, percent, rate
 
 LOG = "log.txt"
+SAVING_SECONDS = 120.0
+"""A run that was asked to stop is waited for so long; a node that died leaves its mark."""
 """In a run's folder: all that the run printed."""
 
 
@@ -495,11 +497,18 @@ class RayRun:
         try:
             return int(self._ray.get(self._task))
         except self._ray.exceptions.TaskCancelledError:
+            self._let_it_save()
             return -signal.SIGTERM
         except self._ray.exceptions.RayTaskError as error:
             raise ChildProcessError(str(error.cause)) from error
         except self._ray.exceptions.RayError as error:
             raise ChildProcessError(f"Ray lost it: {type(error).__name__}: {error}") from error
+
+    def _let_it_save(self) -> None:
+        """Ray may call a task cancelled while its node still waits for the run to save and end."""
+        mark, end = _at_work(self._log.parent), time.monotonic() + SAVING_SECONDS
+        while mark.exists() and time.monotonic() < end:
+            time.sleep(0.05)
 
     def terminate(self) -> None:
         """Let it save and end; one that waits for resources never starts."""
@@ -507,6 +516,11 @@ class RayRun:
 
     def kill(self) -> None:
         self._ray.cancel(self._task, force=True)
+
+
+def _at_work(folder: Path) -> Path:
+    """A file next to the folder of a run while a node of a cluster trains it."""
+    return folder.with_name(f".{folder.name}.at-work")
 
 
 def _size(log: Path) -> int:
@@ -585,6 +599,8 @@ def train_here(command: list[str], recipe: str, folder: str, cwd: str, python: s
                 "which the sweep is called, must be on a disk that all nodes see at the same path."
             )
     command = [sys.executable if part == python else part for part in command]
+    mark = _at_work(Path(folder))
+    mark.touch()
     with open(os.path.join(folder, LOG), "ab", buffering=0) as log:
         log.write(f"on {os.uname().nodename}, Ray node {node}\n".encode())
         process = subprocess.Popen(
@@ -601,4 +617,6 @@ def train_here(command: list[str], recipe: str, folder: str, cwd: str, python: s
     except KeyboardInterrupt:  # so Ray cancels a task
         process.terminate()
         code = process.wait()
+    finally:
+        mark.unlink(missing_ok=True)
     return code
