@@ -7,7 +7,7 @@ python -m benchmarks edits [--rounds 21] [--out FILE.csv]
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -301,12 +301,7 @@ def edits(
     for name, weights in (("monitor", False), ("monitor weights=True", True)):
         monitor = Monitor(watched, images, weights=weights)
         calls[name] = monitor.measure
-    for call in calls.values():
-        call()
-    spent: dict[str, list[float]] = {name: [] for name in calls}
-    for index in range(rounds):
-        for name in in_turn(list(calls), index):
-            spent[name].append(_spent(calls[name], device))
+    spent = spent_in_turns(calls, rounds, device)
     rows: list[list[object]] = []
     for name, times in list(spent.items())[1:]:
         every = monitor.every if name.startswith("monitor") else 0
@@ -322,6 +317,19 @@ def edits(
         clock = "time of the process" if device.type == "cpu" else "time"
         comment = f"{rounds} rounds in turns, {clock}; the monitor measures every {monitor.every} steps"
         write(out, comment, titles, rows)
+
+
+def spent_in_turns(
+    calls: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds of each call in each round, after one round that does not count."""
+    for call in calls.values():
+        call()
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    for index in range(rounds):
+        for name in in_turn(list(calls), index):
+            spent[name].append(_spent(calls[name], device))
+    return spent
 
 
 def _spent(call: Callable[[], object], device: torch.device) -> float:

@@ -31,6 +31,7 @@ from wellposed.train.data.images import PixelImages
 from wellposed.train.fitting import from_data, from_model
 from wellposed.train.loop import LOOK_EVERY, USUAL, Loop, Sums, first_test_images, paced
 from wellposed.train.model import build_model, make_task
+from wellposed.train.optimizer import make_optimizer
 from wellposed.train.order import generators_kept
 from wellposed.train.parallel import make_accelerator
 from wellposed.train.recipe import Recipe
@@ -200,7 +201,11 @@ def bare_step(recipe: Recipe, device: torch.device, classes: int, channels: int)
     """A step as one writes it without a trainer."""
     model = build_model(recipe, classes, channels).model.to(device).train()
     forward: Any = torch.compile(model) if recipe.compile else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer: torch.optim.Optimizer
+    if recipe.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    else:
+        optimizer = make_optimizer(model, recipe)
     side = recipe.image_size
     images = torch.randn(recipe.batch_size, channels, side, side, device=device)  # type: ignore[arg-type]
     labels = torch.randint(classes, (recipe.batch_size,), device=device)

@@ -246,6 +246,19 @@ def kappa_ends(runs: Sequence[RunRecord]) -> dict[str, Any]:
     return columns
 
 
+def rank_out(runs: Iterable[RunRecord]) -> dict[int, float]:
+    """Effective rank of the tokens that leave the last block, by seed."""
+    found = {
+        run.seed: [
+            (row["block"], row["value"])
+            for row in run.measured
+            if row.get("measure") == "effective rank" and row.get("position") == "ffn.sum"
+        ]
+        for run in runs
+    }
+    return {seed: max(blocks)[1] for seed, blocks in found.items() if blocks}
+
+
 def under(run: RunRecord, kinds: Sequence[str]) -> float | None:
     """Mean accuracy in percent over kinds of corruption and their strengths."""
     found = [row["value"] for row in run.measured if row.get("under") in kinds]

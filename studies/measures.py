@@ -1,7 +1,7 @@
 """What several studies measure on the weights of a run; its accuracy is of the last ones too."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ from wellposed.train.data.images import fitted
 from wellposed.train.runs import Moment
 
 
-def conditioning_and_density(folder: Path) -> list[dict[str, Any]]:
+def conditioning_and_density(
+    folder: Path, measures: Collection[str] = ("kappa", "entropy")
+) -> list[dict[str, Any]]:
     """Kappa at each position of each block, and the entropy of each head, for ``Study.after``."""
     run = open_run(folder)
     model = run.model(run.moment("last"))
     found = diagnose(model, run.images, attention_images=len(run.images), progress=False)
-    return [_row(record) for record in found.records if record.measure in ("kappa", "entropy")]
+    return [_row(record) for record in found.records if record.measure in measures]
 
 
 def _row(record: Record) -> dict[str, Any]:
@@ -91,5 +93,10 @@ def conditioning_and_validation(folder: Path) -> list[dict[str, Any]]:
 
 
 def everything(folder: Path) -> list[dict[str, Any]]:
-    """Kappa, entropy, validation accuracy and robustness."""
-    return [*conditioning_and_validation(folder), *robustness(folder)]
+    """Kappa, rank, entropy, validation accuracy and robustness."""
+    measures = ("kappa", "effective rank", "entropy")
+    return [
+        *conditioning_and_density(folder, measures),
+        *validation_accuracy(folder),
+        *robustness(folder),
+    ]

@@ -5,9 +5,17 @@ seeds), which are neither trained nor tested on, and its test accuracy is compar
 chosen in the same way. Muon has three of its own, since its steps have another scale.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks.costs import spent_in_turns
+from benchmarks.timing import device_name, quartiles, usual_device
+from benchmarks.trainer import bare_step
 from studies import compare
 from studies.measures import everything
 from studies.recipes import brief_vit
@@ -30,6 +38,8 @@ REMEDIES: dict[str, dict[str, Any]] = {
 }
 RATES = (1e-3, 2e-3, 4e-3)
 MUON_RATES = (2e-3, 5e-3, 1e-2)
+CLASSES = 10
+ROUNDS = 21
 
 
 def rates(name: str) -> tuple[float, ...]:
@@ -58,6 +68,29 @@ def chosen(records: Records, data: str) -> Mapping[str, str]:
     return {name: best for name, best in found.items() if best is not None}
 
 
+def steps_once(
+    scale: Scale, folder: Path, data: Sequence[str], changes: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """A training step of each remedy over a plain one: steps in turns in one process, the ratio of each round.
+
+    On a CPU it is of the time of the process, so that what else runs on the machine counts less.
+    """
+    device = usual_device()
+    torch.manual_seed(0)
+    calls = {}
+    for name, fields in REMEDIES.items():
+        recipe = dataclasses.replace(brief_vit(scale, data[0], **fields), compile=False)
+        calls[name] = partial(bare_step(recipe, device, CLASSES, 3), 1)
+    spent = spent_in_turns(calls, ROUNDS, device)
+    rows = []
+    for name, own in spent.items():
+        ratios = [each / plain for each, plain in zip(own, spent[NONE], strict=True)]
+        low, middle, high = quartiles(ratios)
+        row = {"measure": "training step", "remedy": name, "ratio": middle, "rounds": ROUNDS}
+        rows.append(row | {"quartile_1": low, "quartile_3": high, "device": device_name(device)})
+    return rows
+
+
 def claims(records: Records) -> list[Claim]:
     found = []
     for data in records.datasets:
@@ -74,8 +107,9 @@ def claims(records: Records) -> list[Claim]:
 
 
 def table(records: Records) -> list[dict[str, Any]]:
-    """A row a remedy at its chosen learning rate: what it does to accuracy, time, kappa, attention."""
+    """A row a remedy at its chosen learning rate: accuracy, time of a step, kappa, rank, attention."""
     rows = []
+    steps = {row["remedy"]: row["ratio"] for row in records.measured if row["measure"] == "training step"}
     for data in records.datasets:
         best = chosen(records, data)
         for name, variant in best.items():
@@ -86,7 +120,10 @@ def table(records: Records) -> list[dict[str, Any]]:
             row |= {"n": found.n if found else 0, "accuracy": found and round(found.mean, 2)}
             none = compare.accuracies(records.of(best[NONE], data)) if NONE in best else {}
             row |= compare.in_columns(None if name == NONE else compare.difference(values, none))
+            row["step"] = steps.get(name) and round(steps[name], 3)
             row |= compare.kappa_ends(runs)
+            rank = compare.spread(compare.rank_out(runs).values())
+            row["rank_out"] = rank and round(rank.mean, 2)
             entropy = compare.spread(compare.mean_entropy(runs).values())
             row["entropy"] = entropy and round(entropy.mean, 3)
             row |= compare.robust_columns(runs)
@@ -107,5 +144,6 @@ STUDY = Study(
     report=report,
     seeds=tuple(range(5)),
     after=everything,
+    once=steps_once,
     decides="`python -m studies remedies --scale paper --data IMAGENET_DIR`: 300 epochs of ImageNet-1k each.",
 )
