@@ -158,3 +158,34 @@ def draw_accuracy(records: Records, paper: Mapping[str, float], path: Path) -> N
         curves(curve, {label: records.of(label, data) for label in records.labels}, "accuracy", scale=100.0)
         curve.set(title=f"{data}: tests", ylabel="percent")
     canvas.save(path)
+
+
+def draw_differences(rows: Sequence[Mapping[str, Any]], name: str, path: Path) -> None:
+    """A plot a data set: the columns difference, low and high of a table, a line for each ``name``.
+
+    Hollow marks are undecided: zero lies in their interval, or there is none.
+    """
+    sets = list(dict.fromkeys(row["data"] for row in rows))
+    drawn = [row for row in rows if row["difference"] is not None]
+    shown = {data: [row for row in drawn if row["data"] == data] for data in sets}
+    longest = max((len(each) for each in shown.values()), default=1)
+    canvas = Canvas(1, max(1, len(sets)), width=6.4, height=1.2 + 0.3 * longest)
+    for plot, (data, lines) in zip(canvas.plots, shown.items(), strict=True):
+        for place, row in enumerate(lines):
+            points, low, high = (row[each] for each in ("difference", "low", "high"))
+            has_interval = low is not None and high is not None
+            is_decided = has_interval and (low > 0 or high < 0)
+            plot.errorbar(
+                [points],
+                [place],
+                xerr=[[points - low], [high - points]] if has_interval else None,
+                fmt="o",
+                color="C0",
+                markerfacecolor="C0" if is_decided else "white",
+                capsize=2,
+            )
+        plot.axvline(0.0, color="black", linewidth=0.8)
+        plot.set_yticks(range(len(lines)), [row[name] for row in lines])
+        plot.set_ylim(len(lines) - 0.5, -0.5)
+        plot.set(title=f"{data}: difference by seed, 95% intervals", xlabel="points of accuracy")
+    canvas.save(path)

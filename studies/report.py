@@ -5,7 +5,7 @@ import math
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ def accuracy_report(
     tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     notes: Sequence[str] = (),
     unseen: bool = False,
+    draw: Callable[[Path], None] | None = None,
 ) -> Report:
     """The report that most studies share: accuracy of each variant, next to the paper's, and every run."""
     made = {
@@ -39,7 +40,8 @@ def accuracy_report(
         "grid": compare.grid_table(records),
         **(tables or {}),
     }
-    return Report(made, claims, partial(figures.draw_accuracy, records, paper or {}), notes)
+    draw = draw or partial(figures.draw_accuracy, records, paper or {})
+    return Report(made, claims, draw, notes)
 
 
 def write_report(

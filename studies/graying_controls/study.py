@@ -10,10 +10,11 @@ The tokens are 16 patches of 8 x 8 x 3 pixels, so that kappa of what enters the 
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from studies import compare
+from studies import compare, figures
 from studies.measures import conditioning_and_validation
 from studies.recipes import brief_vit
 from studies.report import accuracy_report
@@ -95,7 +96,8 @@ def report(records: Records) -> Report:
     notes = [
         f"{data}: by validation the best of none is {tuned(records, data)}." for data in records.datasets
     ]
-    return accuracy_report(records, claims(records), tables={"table": rows}, notes=notes)
+    draw = partial(figures.draw_differences, rows, "variant")
+    return accuracy_report(records, claims(records), tables={"table": rows}, notes=notes, draw=draw)
 
 
 STUDY = Study(

@@ -7,9 +7,10 @@ head has its own grid.
 """
 
 import statistics
+from functools import partial
 from typing import Any
 
-from studies import compare
+from studies import compare, figures
 from studies.compare import accuracies
 from studies.measures import conditioning_and_validation
 from studies.recipes import HEADS, brief_vit
@@ -81,7 +82,8 @@ def report(records: Records) -> Report:
         row |= compare.in_columns(None if row["variant"] == none else change)
         entropy = compare.spread(compare.mean_entropy(runs).values())
         row["entropy"] = entropy and round(entropy.mean, 4)
-    return accuracy_report(records, claims(records), tables={"table": rows})
+    draw = partial(figures.draw_differences, rows, "variant")
+    return accuracy_report(records, claims(records), tables={"table": rows}, draw=draw)
 
 
 STUDY = Study(

@@ -5,9 +5,11 @@ figure surely has one recipe for its three rows. Here all rows share one: timm's
 initialisation, 3, 6 or 12 blocks, one learning rate.
 """
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from studies import compare
+from studies import compare, figures
 from studies.measures import conditioning_and_density
 from studies.recipes import brief_vit
 from studies.report import accuracy_report
@@ -72,9 +74,26 @@ def table(records: Records) -> list[dict[str, Any]]:
     return rows
 
 
+def draw(records: Records, path: Path) -> None:
+    """A row a data set, a plot an initialisation: accuracy over the depth, a line for each row."""
+    canvas = figures.Canvas(len(INITIALISATIONS), max(1, len(records.datasets)))
+    places = ((data, init) for data in records.datasets for init in INITIALISATIONS)
+    for plot, (data, init) in zip(canvas.plots, places, strict=False):
+        lines = {
+            row: {
+                depth: compare.spread(compare.accuracies(records.of(label(init, depth, row), data)).values())
+                for depth in DEPTHS
+            }
+            for row in ROWS
+        }
+        figures.over_steps(plot, lines)
+        plot.set(title=f"{data}: {init}'s initialisation", xlabel="blocks", ylabel="accuracy, percent")
+    canvas.save(path)
+
+
 def report(records: Records) -> Report:
     tables = {"rows": table(records)}
-    return accuracy_report(records, claims(records), tables=tables)
+    return accuracy_report(records, claims(records), tables=tables, draw=partial(draw, records))
 
 
 STUDY = Study(

@@ -1,6 +1,8 @@
 """Whether the gain of graying lasts: the same model trained for one and for four times as long."""
 
-from studies import compare
+from functools import partial
+
+from studies import compare, figures
 from studies.compare import accuracies
 from studies.graying_controls.study import CONDITION, DCT, EDITS, NONE, SPECTRAL
 from studies.measures import conditioning_and_validation
@@ -61,7 +63,8 @@ def report(records: Records) -> Report:
         change = compare.difference(accuracies(runs), accuracies(records.of(none, row["data"])))
         row |= compare.in_columns(None if row["variant"] == none else change)
         row |= compare.kappa_ends(runs)
-    return accuracy_report(records, claims(records), tables={"table": rows})
+    draw = partial(figures.draw_differences, rows, "variant")
+    return accuracy_report(records, claims(records), tables={"table": rows}, draw=draw)
 
 
 STUDY = Study(

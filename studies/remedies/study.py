@@ -16,7 +16,7 @@ import torch
 from benchmarks.costs import spent_in_turns
 from benchmarks.timing import device_name, quartiles, usual_device
 from benchmarks.trainer import bare_step
-from studies import compare
+from studies import compare, figures
 from studies.measures import everything
 from studies.recipes import brief_vit
 from studies.report import accuracy_report
@@ -71,7 +71,7 @@ def chosen(records: Records, data: str) -> Mapping[str, str]:
 def steps_once(
     scale: Scale, folder: Path, data: Sequence[str], changes: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """A training step of each remedy over a plain one: steps in turns in one process, the ratio of each round.
+    """A training step of each remedy over a plain one, in turns in one process; the ratio is of a round.
 
     On a CPU it is of the time of the process, so that what else runs on the machine counts less.
     """
@@ -132,8 +132,9 @@ def table(records: Records) -> list[dict[str, Any]]:
 
 
 def report(records: Records) -> Report:
-    tables = {"remedies": table(records)}
-    return accuracy_report(records, claims(records), tables=tables)
+    rows = table(records)
+    draw = partial(figures.draw_differences, rows, "remedy")
+    return accuracy_report(records, claims(records), tables={"remedies": rows}, draw=draw)
 
 
 STUDY = Study(
