@@ -124,7 +124,9 @@ def test_runs_that_fail_and_a_sweep_that_is_stopped(cluster, tmp_path) -> None:
     assert outcome.exit_code == 143
     assert [row["state"] for row in outcome.runs] == ["failed", "interrupted", "interrupted"]
     assert "the last words" in text
+    assert (out / "hang" / "saved").exists()
     assert not (out / "wait" / "hangs").exists()
+    assert not list(out.glob(".*.stop"))
     assert json.loads((out / "sweep.json").read_text())["runs"] == outcome.runs
 
 

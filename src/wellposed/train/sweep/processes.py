@@ -34,8 +34,6 @@ from wellposed.train.recipe import Recipe
 from wellposed.train.screen import duration, percent, rate
 
 LOG = "log.txt"
-SAVING_SECONDS = 120.0
-"""A run that was asked to stop is waited for so long; a node that died leaves its mark."""
 """In a run's folder: all that the run printed."""
 
 
@@ -471,17 +469,19 @@ class RayEngine:
         """Queue a run."""
         folder = run.folder.absolute()
         folder.mkdir(parents=True, exist_ok=True)
+        _stop_file(folder).unlink(missing_ok=True)
         arguments = (self._command, str(run.recipe_file.absolute()), str(folder), os.getcwd())
         task = self._task.options(name=run.name, **self._options).remote(*arguments, sys.executable)
-        return RayRun(self._ray, task, folder / LOG)
+        return RayRun(self._ray, task, folder)
 
 
 class RayRun:
     """A run on the cluster, with the methods of a process."""
 
-    def __init__(self, ray: Any, task: Any, log: Path) -> None:
-        self._ray, self._task, self._log = ray, task, log
-        self._size = _size(log)
+    def __init__(self, ray: Any, task: Any, folder: Path) -> None:
+        self._ray, self._task, self._log = ray, task, folder / LOG
+        self._stop_file = _stop_file(folder)
+        self._size = _size(self._log)
 
     @property
     def is_queued(self) -> bool:
@@ -497,30 +497,30 @@ class RayRun:
         try:
             return int(self._ray.get(self._task))
         except self._ray.exceptions.TaskCancelledError:
-            self._let_it_save()
             return -signal.SIGTERM
         except self._ray.exceptions.RayTaskError as error:
             raise ChildProcessError(str(error.cause)) from error
         except self._ray.exceptions.RayError as error:
             raise ChildProcessError(f"Ray lost it: {type(error).__name__}: {error}") from error
-
-    def _let_it_save(self) -> None:
-        """Ray may call a task cancelled while its node still waits for the run to save and end."""
-        mark, end = _at_work(self._log.parent), time.monotonic() + SAVING_SECONDS
-        while mark.exists() and time.monotonic() < end:
-            time.sleep(0.05)
+        finally:
+            self._stop_file.unlink(missing_ok=True)
 
     def terminate(self) -> None:
-        """Let it save and end; one that waits for resources never starts."""
-        self._ray.cancel(self._task)
+        """Let it save and end; one that waits for resources never starts.
+
+        A task that runs is not cancelled: Ray may call it cancelled while its run still saves.
+        """
+        self._stop_file.touch()
+        if self.is_queued:
+            self._ray.cancel(self._task)
 
     def kill(self) -> None:
         self._ray.cancel(self._task, force=True)
 
 
-def _at_work(folder: Path) -> Path:
-    """A file next to the folder of a run while a node of a cluster trains it."""
-    return folder.with_name(f".{folder.name}.at-work")
+def _stop_file(folder: Path) -> Path:
+    """A file next to the folder of a run that tells the node that trains it to stop."""
+    return folder.with_name(f".{folder.name}.stop")
 
 
 def _size(log: Path) -> int:
@@ -599,8 +599,9 @@ def train_here(command: list[str], recipe: str, folder: str, cwd: str, python: s
                 "which the sweep is called, must be on a disk that all nodes see at the same path."
             )
     command = [sys.executable if part == python else part for part in command]
-    mark = _at_work(Path(folder))
-    mark.touch()
+    stop = _stop_file(Path(folder))
+    if stop.exists():
+        return TERMINATED
     with open(os.path.join(folder, LOG), "ab", buffering=0) as log:
         log.write(f"on {os.uname().nodename}, Ray node {node}\n".encode())
         process = subprocess.Popen(
@@ -613,10 +614,11 @@ def train_here(command: list[str], recipe: str, folder: str, cwd: str, python: s
         )
     try:
         while (code := process.poll()) is None:
+            if stop.exists():
+                process.terminate()
+                return process.wait()
             time.sleep(0.2)
-    except KeyboardInterrupt:  # so Ray cancels a task
+    except KeyboardInterrupt:  # Ray cancels a task so that was queued a moment ago
         process.terminate()
         code = process.wait()
-    finally:
-        mark.unlink(missing_ok=True)
     return code
