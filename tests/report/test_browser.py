@@ -151,6 +151,7 @@ def test_hostile_names_are_shown_as_text(browser: Any, report: Path) -> None:
         cells = page.locator("#provenance-table td bdi").all_inner_texts()
         assert make.HOSTILE in cells
         page.locator("#runs details summary").click()
+        page.locator("#runs-table tbody tr").first.wait_for()  # drawn once the browser says that it is open
         assert make.HOSTILE_FOLDER in page.locator("#runs-table td bdi").all_inner_texts()
 
 
@@ -205,7 +206,7 @@ def test_light_dark_and_the_phone(browser: Any, report: Path) -> None:
 def test_a_keyboard_reaches_what_a_mouse_does(browser: Any, report: Path) -> None:
     with opened(browser, report) as page:
         page.keyboard.press("Tab")
-        assert page.evaluate("document.activeElement.className") == "skip"
+        playwright.expect(page.locator(".skip")).to_be_focused()
         named = page.evaluate(
             "[...document.querySelectorAll('button, select, [role=img], [role=region]')].every(element => "
             "element.innerText || element.ariaLabel || (element.labels && element.labels.length))"
@@ -215,5 +216,5 @@ def test_a_keyboard_reaches_what_a_mouse_does(browser: Any, report: Path) -> Non
         assert headings[0] == 1
         assert all(after - before <= 1 for before, after in itertools.pairwise(headings))
         page.locator("#runs details summary").click()
-        captions = page.locator("#runs-table caption").all_inner_texts()
-        assert captions == ["Accuracy by variant. The buttons in the head sort."]
+        captions = page.locator("#runs-table caption")  # drawn once the browser says that it is open
+        playwright.expect(captions).to_have_text(["Accuracy by variant. The buttons in the head sort."])
