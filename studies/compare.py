@@ -227,7 +227,7 @@ def best_by_validation(records: Records, data: str, labels: Sequence[str]) -> st
     None where there are no validation images: nothing may be chosen then.
     """
     found = {label: validation(records.of(label, data)) for label in labels}
-    seeds = set.intersection(*(set(values) for values in found.values()))
+    seeds = set.intersection(*(set(values) for values in found.values())) if found else set()
     if not seeds:
         return None
     return max(labels, key=lambda label: statistics.fmean(found[label][seed] for seed in seeds))
