@@ -56,6 +56,7 @@ CIFAR = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 DIGITS = {"digits": "digits"}
 NEAREST = "ln bound - ln kappa where they are nearest, all skips"
 MIDDLE = "ln of the value at 50% over the largest"
+BRIEF = {"cifar10_20k": "CIFAR-10, 3 epochs"}
 
 SKIPS = [
     *accuracy(
@@ -145,6 +146,17 @@ GRAYING = [
         **CIFAR,
     ),
     *accuracy("of the pixels", "eps-sweep", "spectral 0.7, pixels", "no graying", **DIGITS, **TINY, **CIFAR),
+    *accuracy("it helps with a class token", "graying-controls", "spectral 0.7", "none", **BRIEF),
+    *accuracy("it beats equal norms", "graying-controls", "spectral 0.7", "energy of spectral 0.7", **BRIEF),
+    *accuracy(
+        "it beats the plain model at its best learning rate",
+        "graying-controls",
+        "spectral 0.7",
+        "none, learning rate 1e-3",
+        **BRIEF,
+    ),
+    *accuracy("it beats whitened pixels", "graying-controls", "spectral 0.7", "ZCA pixels", **BRIEF),
+    *accuracy("conditioned tokens (kappa at most 2) help", "graying-controls", "condition", "none", **BRIEF),
     *accuracy(
         "DCT graying helps a masked autoencoder",
         "mae",
@@ -198,14 +210,14 @@ BROADCASTING = [
         "cb-heads",
         "class token, CB",
         "class token, none",
-        cifar10_20k="CIFAR-10, 3 epochs",
+        **BRIEF,
     ),
     *accuracy(
         "so does CB_S",
         "cb-heads",
         "class token, CB_S",
         "class token, none",
-        cifar10_20k="CIFAR-10, 3 epochs",
+        **BRIEF,
     ),
     Line(
         "attention gets sparser (entropy over log n)",
@@ -224,6 +236,26 @@ BROADCASTING = [
         "cb-heads",
         "CIFAR-10, 3 epochs",
         "gain with class token - gain with mean pool, cifar10-20k, points of accuracy",
+    ),
+    Line(
+        "halving what differs from the mean helps",
+        "mean-and-difference",
+        "CIFAR-10, 3 epochs",
+        "b = 1/2 against 1, mean over a, class token, cifar10-20k, points of accuracy",
+    ),
+    *accuracy(
+        "doubling the mean helps",
+        "mean-and-difference",
+        "class token, 2 m + 1 d",
+        "class token, 1 m + 1 d",
+        **BRIEF,
+    ),
+    *accuracy(
+        "halving the whole output does as much as CB (margin 0.5)",
+        "mean-and-difference",
+        "class token, 0.5 m + 0.5 d",
+        "class token, 1 m + 0.5 d",
+        **BRIEF,
     ),
     *accuracy(
         "CB helps (pooled models: not as published)",

@@ -87,4 +87,5 @@ def test_the_picture_of_all_effects_is_that_of_the_tables(tmp_path: Path) -> Non
 def test_the_findings_follow_the_records() -> None:
     page = findings.PAGE.read_text()
     assert findings.with_tables(page) == page
-    assert len(page.split()) <= 1500
+    words = [each for each in page.split() if any(letter.isalnum() for letter in each)]  # no bars of tables
+    assert len(words) <= 1500
