@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from wellposed.anatomy.cores import Core, reaching
+from wellposed.anatomy.cores import Core, cores, reaching
 from wellposed.anatomy.model import Block, no_attention
 from wellposed.anatomy.projections import ProjectionLayer, projection_layers
 from wellposed.anatomy.queries import Twin, is_of_library, kind_key, see_calls
@@ -96,12 +96,12 @@ def _seen(block: Block, args: Any, kwargs: dict[str, Any]) -> str:
         layers = projection_layers(block.attention()[0], attention)
         assert not isinstance(layers, str)
         weights = [(each, each.weight.requires_grad_()) for each in _packed(layers)]
-        cores = [core for core in twin.run(gradients=True).cores if id(attention) in core.within]
+        seen = [core for core in cores(twin.run(gradients=True)) if core.is_within(attention)]
     except Exception as error:  # whatever a foreign block does with a copy of its input
         return f"a copy of it with random weights could not be run: {error}"
-    if not cores:
+    if not seen:
         return _NO_CORE
-    wrong = [each.name for each, weight in weights if not any(_is_so(core, each, weight) for core in cores)]
+    wrong = [each.name for each, weight in weights if not any(_is_so(core, each, weight) for core in seen)]
     return f"the weight of {wrong[0]} packs them otherwise than one after another" if wrong else ""
 
 

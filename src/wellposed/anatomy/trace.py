@@ -44,7 +44,8 @@ class Value:
     shape: tuple[int, ...]
     floating: bool
     maker: int | None  # the operation that made it; None for parameters, buffers and inputs
-    learned: bool = False  # a parameter or a buffer
+    learned: bool  # a parameter or a buffer
+    tensor: Tensor  # kept, so that no id is used twice
 
 
 @dataclass
@@ -70,8 +71,8 @@ class Call:
     arguments: tuple[tuple[int | str, int], ...]  # (position or name, value)
     order: dict[str, int] = field(default_factory=dict)  # of the named ones, behind those with a position
     end: int = -1
-    outputs: tuple[int, ...] = ()
     results: tuple[int, ...] = ()  # as the module returned them, the main one first
+    returns_tensor: bool = False  # it, and not a tuple or something else that holds some
 
     def holds(self, index: int) -> bool:
         return self.begin <= index < self.end
@@ -89,11 +90,12 @@ class Trace:
 
     values: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)  # as they began
+    ended: list[Call] = field(default_factory=list)  # as they ended
     output: Any = None
 
 
-def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
+def trace(model: nn.Module, run: Callable[[nn.Module], Any], *, gradients: bool = False) -> Trace:
     """Run the model by ``run(model)`` and record what happens. Hooks of its own run as they always do."""
     recorder = _Recorder(model)
     handles: list[Any] = []
@@ -101,7 +103,7 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
         for module in model.modules():
             handles.append(module.register_forward_pre_hook(recorder.enter, with_kwargs=True))
             handles.append(module.register_forward_hook(recorder.leave, with_kwargs=True))
-        with torch.no_grad(), without_fast_path(), recorder:
+        with torch.set_grad_enabled(gradients), without_fast_path(), recorder:
             recorder.trace.output = run(model)
     return recorder.trace
 
@@ -151,7 +153,6 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.trace = Trace()
         self._known: dict[int, int] = {}  # id of a tensor -> its value now
-        self._kept: list[Tensor] = []  # so that no id is used twice
         self._stack: list[Call] = []
         for tensor in (*model.parameters(), *model.buffers()):
             self._new(tensor, None, learned=True)
@@ -195,7 +196,9 @@ class _Recorder(TorchFunctionMode):
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = self._stack.pop()
         call.results = tuple(self._value(x) for x in tree_iter(output) if isinstance(x, Tensor))
+        call.returns_tensor = isinstance(output, Tensor)
         call.end = len(self.trace.ops)
+        self.trace.ended.append(call)
 
     def _value(self, tensor: Tensor) -> int:
         """The value of a tensor, which may come from an operation that no mode sees."""
@@ -220,9 +223,8 @@ class _Recorder(TorchFunctionMode):
         return self._new(tensor, op.index)
 
     def _new(self, tensor: Tensor, maker: int | None, *, learned: bool = False) -> int:
-        if id(tensor) not in self._known:
-            self._kept.append(tensor)
-        self.trace.values.append(Value(tuple(tensor.shape), tensor.is_floating_point(), maker, learned))
+        shape, floating = tuple(tensor.shape), tensor.is_floating_point()
+        self.trace.values.append(Value(shape, floating, maker, learned, tensor))
         self._known[id(tensor)] = len(self.trace.values) - 1
         return self._known[id(tensor)]
 

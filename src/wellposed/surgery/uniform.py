@@ -176,7 +176,7 @@ def _taught(block: Block) -> _Query | str | None:
         return row
     place = find_place(name, attention, after(*row.query), block.row.layout_of(block.module))
     heads = int(getattr(attention, row.heads))
-    on_axis = HeadChannels(heads, axis=1, step=1, width=1)
+    on_axis = HeadChannels(heads, axis=1)
     channels = on_axis if row.heads_at == "axis 1" else HeadChannels(heads)
     return row.refuses(attention) or _Query(place, channels)
 
