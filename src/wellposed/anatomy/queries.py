@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,7 +35,6 @@ from wellposed.anatomy.cores import (
 from wellposed.anatomy.example import LIBRARIES, Example, eagerly, examples_of, preserved
 from wellposed.anatomy.loops import close_loop, encoder_of, open_loop
 from wellposed.anatomy.model import Block
-from wellposed.anatomy.projections import HEAD_COUNTS
 from wellposed.anatomy.proof import as_built, block_signature, own_class, proofs
 from wellposed.anatomy.trace import Call, Trace, removing, trace
 from wellposed.interrupts import let_through
@@ -49,6 +48,9 @@ NO_CORE = f"no softmax over tokens and product with values was seen in it; {INST
 _GIVE_EXAMPLE = "it takes a run of the model to find its query: give an input as example="
 _META = "it is on the meta device, where no run can find its query; edit it on another device"
 
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "h")
+"""What modules call the number of their heads."""
+
 
 @dataclass(frozen=True)
 class FoundQuery:
@@ -56,6 +58,59 @@ class FoundQuery:
 
     path: str
     channels: HeadChannels
+
+
+_T = TypeVar("_T")
+
+
+class Memory(Generic[_T]):
+    """What a run has shown of blocks: of a library's by their kind, of others by themselves.
+
+    A model of one's own may give its blocks a bias from outside, each another one.
+
+    Args:
+        kinds: what is known of kinds.
+    """
+
+    def __init__(self, kinds: Callable[[], dict[str, _T]]) -> None:
+        self._kinds = kinds
+        self._own: WeakKeyDictionary[nn.Module, _T] = WeakKeyDictionary()
+
+    def of(self, block: nn.Module) -> _T | None:
+        return self._kinds().get(_kind(block)) if is_of_library(block) else self._own.get(block)
+
+    def run(
+        self,
+        model: nn.Module,
+        wanted: list[Block],
+        example: Any,
+        see: Callable[[Block, tuple[Any, ...], dict[str, Any]], _T],
+    ) -> bool:
+        """Run the model up to the first block of each kind and remember what its call shows.
+
+        Returns whether there was no run, as the model is on the meta device or there is no example.
+        """
+        if any(parameter.is_meta for parameter in model.parameters()):
+            return True
+        runs = examples_of(model, example)
+        if not runs:
+            return True
+        with preserved(model), eagerly(), as_built(model), torch.inference_mode(False), torch.no_grad():
+            model.eval()
+            for block in wanted:
+                open_loop(block.module)
+            for _, part, one in runs:
+                for block, args, kwargs in _calls(part, {_key(block): block for block in wanted}, one):
+                    if is_of_library(block.module):
+                        self._kinds()[_key(block)] = see(block, args, kwargs)
+                    else:
+                        self._own[block.module] = see(block, args, kwargs)
+            for block in wanted:
+                close_loop(block.module)
+        return False
+
+
+_QUERIES: Memory[dict[str, Any]] = Memory(lambda: proofs().queries)
 
 
 def find_queries(model: nn.Module, found: list[Block], example: Any = None) -> dict[int, FoundQuery | str]:
@@ -75,13 +130,9 @@ def find_queries(model: nn.Module, found: list[Block], example: Any = None) -> d
 _NOT_REACHED = "the example did not reach it, so that it is not known where its query is"
 
 
-_OF_OWN: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
-"""What was found of blocks of no library: a model of one's own may give them a bias from outside."""
-
-
 def known_query(block: nn.Module) -> FoundQuery | str | None:
     """What a run has shown of such a block, None where there was none."""
-    row = proofs().queries.get(_kind(block)) if is_of_library(block) else _OF_OWN.get(block)
+    row = _QUERIES.of(block)
     if row is None or "refused" in row:
         return None if row is None else row["refused"]
     return _recalled(row, block)
@@ -89,41 +140,9 @@ def known_query(block: nn.Module) -> FoundQuery | str | None:
 
 def _proven_by_runs(model: nn.Module, missing: list[Block], example: Any) -> str:
     """Find the queries of some blocks and remember them. Returns why there was no run, if there was none."""
-
-    def remember(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        row = _row(block, args, kwargs)
-        if is_of_library(block.module):
-            proofs().queries[kind_key(block)] = row
-        else:
-            _OF_OWN[block.module] = row
-
-    if not see_calls(model, missing, example, remember):
+    if not _QUERIES.run(model, missing, example, _row):
         return ""
     return _META if any(parameter.is_meta for parameter in model.parameters()) else _GIVE_EXAMPLE
-
-
-def see_calls(
-    model: nn.Module, wanted: list[Block], example: Any, see: Callable[[Block, Any, dict[str, Any]], None]
-) -> bool:
-    """Run the model up to the first block of each kind and show its arguments.
-
-    Returns whether there was no run, as the model is on the meta device or there is no example.
-    """
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return True
-    runs = examples_of(model, example)
-    if not runs:
-        return True
-    with preserved(model), eagerly(), as_built(model), torch.inference_mode(False), torch.no_grad():
-        model.eval()
-        for block in wanted:
-            open_loop(block.module)
-        for _, part, one in runs:
-            for block, args, kwargs in _calls(part, {kind_key(block): block for block in wanted}, one):
-                see(block, args, kwargs)
-        for block in wanted:
-            close_loop(block.module)
-    return False
 
 
 def is_of_library(block: nn.Module) -> bool:
@@ -132,7 +151,7 @@ def is_of_library(block: nn.Module) -> bool:
     return own_class(block).__module__.partition(".")[0] in (*LIBRARIES, "torch")
 
 
-def kind_key(block: Block) -> str:
+def _key(block: Block) -> str:
     """One for all blocks of a kind; of one's own blocks each has its own."""
     return _kind(block.module) if is_of_library(block.module) else block.name
 
@@ -191,7 +210,7 @@ def _with_learned_noise(model: nn.Module, calls: list[_Call], example: Example) 
 
     A mask that hides nothing is zero too, but made of no parameter.
     """
-    zero = {kind_key(block): block for block, *given in calls if any(map(_is_zero, tree_leaves(given)))}
+    zero = {_key(block): block for block, *given in calls if any(map(_is_zero, tree_leaves(given)))}
     if not zero:
         return calls
     learned: dict[str, list[bool]] = {}
@@ -211,7 +230,7 @@ def _with_learned_noise(model: nn.Module, calls: list[_Call], example: Example) 
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-    return [(block, *_noised(args, kwargs, learned.get(kind_key(block)))) for block, args, kwargs in calls]
+    return [(block, *_noised(args, kwargs, learned.get(_key(block)))) for block, args, kwargs in calls]
 
 
 def _noised(args: Any, kwargs: Any, learned: list[bool] | None) -> tuple[Any, dict[str, Any]]:
