@@ -2,7 +2,7 @@
 
 A block is the module whose methods hold an attention's join and its FFN's, or, where these stand in
 submodules (BERT's output layers), the nearest module around both. What a run shows is written as a
-:class:`~wellposed.anatomy.rows.BlockRow`, the same as one that was taught.
+:class:`~wellposed.anatomy.table.BlockRow`, the same as one that was taught.
 """
 
 import ast
@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_iter
 
 from wellposed.anatomy.flow import Flow, Kind, Residual
 from wellposed.anatomy.places import IN_PIECES, ONE_TOKEN, Places, family_of, layout_of
-from wellposed.anatomy.rows import (
+from wellposed.anatomy.source import Method, wrapped_functions
+from wellposed.anatomy.subclass import unmarked_class
+from wellposed.anatomy.table import (
     Add,
     BlockRow,
     Role,
@@ -26,8 +28,6 @@ from wellposed.anatomy.rows import (
     Tap,
     no_taps,
 )
-from wellposed.anatomy.source import Method, wrapped_functions
-from wellposed.anatomy.subclass import unmarked_class
 from wellposed.anatomy.trace import Call
 from wellposed.errors import SeamError
 
@@ -469,30 +469,21 @@ def _stream(flow: Flow, group: _Group) -> tuple[int, int]:
     for wanted in (residual.start, flow.root[residual.skip]):
         for place, value in call.arguments:
             if flow.root[value] == wanted:
-                return (place if isinstance(place, int) else call.order[place]), value
+                return place, value
     made = _ancestors(flow, residual.start, call.begin)
     for place, value in call.arguments:
         if value in made or flow.root[value] in made:
-            return (place if isinstance(place, int) else call.order[place]), value
+            return place, value
     return 0, residual.skip
 
 
 def _unchained(flow: Flow, group: _Group, roles: list[Role], stream: int) -> tuple[Role, ...]:
     """The roles whose skip is more than one module away from the sum before."""
-    children = [call for call in flow.trace.calls if call.parent is group.call]
     found: list[Role] = []
-    before = flow.root[stream]
     for residual, role in zip(group.residuals, roles, strict=True):
-        skip = flow.root[residual.skip]
-        ends = {before} | {
-            flow.root[value]
-            for call in children
-            if any(flow.root[given] == before for _, given in call.arguments)
-            for value in call.results
-        }
-        if skip not in ends:
+        if not flow.leads(group.call, stream, residual.skip):
             found.append(role)
-        before = flow.root[residual.out]
+        stream = residual.out
     return tuple(dict.fromkeys(found))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from wellposed.anatomy.masks import READABLE, hidden_by, hides_later
-from wellposed.anatomy.trace import ADDS, HIDDEN_ADDS, Op, Trace
+from wellposed.anatomy.trace import ADDS, HIDDEN_ADDS, Call, Op, Trace
 
 Kind = Literal["attention", "pointwise", "mixed", "spatial", "parallel", "long"]
 """What a branch does: attends; acts on each token alone; does that with a token mixing in between (a
@@ -240,6 +240,16 @@ class Flow:
             return True
         products = sum(self.is_product_of_tokens(op, inside) for op in path)
         return products >= 2 or (products == 1 and "softmax" in names)
+
+    def leads(self, call: Call, source: int, target: int) -> bool:
+        """Whether a value in a call is another one, or what one submodule makes of that."""
+        start, end = self.root[source], self.root[target]
+        return start == end or any(
+            any(self.root[given] == start for _, given in child.arguments)
+            and any(self.root[result] == end for result in child.results)
+            for child in self.trace.calls
+            if child.parent is call
+        )
 
     def can_bypass(self, start: int, end: int, attention: Iterable[Op]) -> bool:
         """Whether a value can be reached from another one without passing an attention."""

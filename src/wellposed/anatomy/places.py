@@ -9,8 +9,8 @@ import math
 from torch import nn
 
 from wellposed.anatomy.flow import FUSED, Flow, Residual
-from wellposed.anatomy.rows import EmbeddingRow, Layout, Role, Tap, Taps, after, before, no_taps
 from wellposed.anatomy.subclass import inner, is_adapted, unmarked_class
+from wellposed.anatomy.table import EmbeddingRow, Layout, Role, Tap, Taps, after, before, no_taps
 from wellposed.anatomy.trace import ADDS, Call, Op
 
 ONE_TOKEN = "it updates the class token alone, and the mean of one token is that token"

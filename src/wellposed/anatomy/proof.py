@@ -16,7 +16,7 @@ import types
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -29,7 +29,6 @@ from wellposed.anatomy.find import Found, add_places, find_blocks, refused_row, 
 from wellposed.anatomy.flow import Flow
 from wellposed.anatomy.loops import Loop, encoder_of, loop_at, looped_class, open_loops, opened, remember
 from wellposed.anatomy.places import find_embeddings
-from wellposed.anatomy.rows import Add, BlockRow, EmbeddingRow, Position, Site, Tap
 from wellposed.anatomy.seam import block_joins, is_seamed, join_name, joins, opened_seams
 from wellposed.anatomy.source import wrapped_functions
 from wellposed.anatomy.subclass import (
@@ -39,6 +38,7 @@ from wellposed.anatomy.subclass import (
     own_class_of,
     set_class,
 )
+from wellposed.anatomy.table import Add, BlockRow, EmbeddingRow, Position, Site, Tap
 from wellposed.anatomy.trace import removing, trace, without_fast_path
 from wellposed.errors import SeamError
 
@@ -63,21 +63,22 @@ class Proofs:
         self.tested: dict[str, list[str]] = {}
 
     def to_json(self) -> dict[str, Any]:
-        rows = {key: asdict(row) for key, row in self.rows.items()}
-        for row in rows.values():
-            row["taps"] = {position: tap for position, tap in row["taps"]}
+        """All of it, as data: what is at its default is left out, and blocks that have one row share it."""
+        keys: dict[BlockRow, list[str]] = {}
+        for key, row in sorted(self.rows.items()):
+            keys.setdefault(row, []).append(key)
         return {
             "tested": self.tested,
             "classes": sorted(self.classes),
-            "loops": {key: [asdict(loop) for loop in loops] for key, loops in sorted(self.loops.items())},
-            "embeddings": {
-                key: [asdict(row) for row in rows] for key, rows in sorted(self.embeddings.items()) if rows
-            },
+            "loops": {key: _data(loops) for key, loops in sorted(self.loops.items())},
+            "embeddings": {key: _data(rows) for key, rows in sorted(self.embeddings.items()) if rows},
             "splitters": dict(sorted(self.splitters.items())),
             "quiet": sorted(self.quiet),
             "unreached": sorted(self.unreached),
             "queries": dict(sorted(self.queries.items())),
-            "rows": dict(sorted(rows.items())),
+            "rows": {
+                " ".join(alike): _data(row) | {"taps": _data(dict(row.taps))} for row, alike in keys.items()
+            },
         }
 
     def load(self, data: dict[str, Any]) -> None:
@@ -98,7 +99,7 @@ class Proofs:
         self.quiet |= set(data["quiet"])
         self.unreached |= set(data["unreached"])
         self.queries |= data["queries"]
-        for key, row in data["rows"].items():
+        for keys, row in data["rows"].items():
             adds = tuple(Add(**add | {"site": Site(**add["site"])}) for add in row["adds"])
             if unknown := set(row["taps"]) - set(get_args(Position)):
                 raise ValueError(f"expected the positions of a block, got {', '.join(sorted(unknown))}.")
@@ -106,14 +107,24 @@ class Proofs:
                 (position, tap if isinstance(tap, str) else _tap(tap))
                 for position, tap in row["taps"].items()
             )
-            tuples = {"adds": adds, "taps": taps, "substitutions": (), "unchained": tuple(row["unchained"])}
-            self.add(key, BlockRow(**row | tuples))
+            tuples = {"adds": adds, "taps": taps, "unchained": tuple(row.get("unchained", ()))}
+            for key in keys.split():
+                self.add(key, BlockRow(**row | tuples))
 
     def add(self, key: str, row: BlockRow) -> None:
         """Remember a row. One that is known stays, but for what only a causal mask would show."""
         known = self.rows.get(key, row)
         kept = row if known.refused or known.pieces else known
         self.rows[key] = replace(kept, causal=kept.causal if kept.causal == row.causal else None)
+
+
+def _data(x: Any) -> Any:
+    if is_dataclass(x):
+        given = {each.name: getattr(x, each.name) for each in fields(x)}
+        return {each.name: _data(given[each.name]) for each in fields(x) if given[each.name] != each.default}
+    if isinstance(x, dict):
+        return {key: _data(value) for key, value in x.items()}
+    return [_data(each) for each in x] if isinstance(x, tuple) else x
 
 
 def _tap(data: dict[str, Any]) -> Tap:

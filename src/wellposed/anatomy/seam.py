@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from wellposed.anatomy.loops import close_loop, open_loop
-from wellposed.anatomy.rows import Add, BlockRow, Role, Site
 from wellposed.anatomy.source import Method, SourceAdd
 from wellposed.anatomy.subclass import set_class, subclass, unmarked_class
+from wellposed.anatomy.table import Add, BlockRow, Role, Site
 from wellposed.errors import SeamError
 from wellposed.nn.operation import refuse_script
 

@@ -68,14 +68,17 @@ class Call:
     module: nn.Module
     parent: "Call | None"
     begin: int
-    arguments: tuple[tuple[int | str, int], ...]  # (position or name, value)
-    order: dict[str, int] = field(default_factory=dict)  # of the named ones, behind those with a position
+    arguments: tuple[tuple[int, int], ...]  # (place, value); behind those with a position the named ones
     end: int = -1
     results: tuple[int, ...] = ()  # as the module returned them, the main one first
     returns_tensor: bool = False  # it, and not a tuple or something else that holds some
 
     def holds(self, index: int) -> bool:
         return self.begin <= index < self.end
+
+    def argument(self, place: int) -> int:
+        """The first value of an argument."""
+        return next(value for each, value in self.arguments if each == place)
 
     def within(self, other: "Call | None") -> bool:
         call: Call | None = self
@@ -181,15 +184,13 @@ class _Recorder(TorchFunctionMode):
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         let_through()
-        arguments = [(i, x) for i, x in enumerate(args)] + list(kwargs.items())
-        tensors = tuple(
+        arguments = tuple(
             (place, self._value(x))
-            for place, given in arguments
+            for place, given in enumerate((*args, *kwargs.values()))
             for x in tree_iter(given)
             if isinstance(x, Tensor)
         )
-        order = {name: len(args) + i for i, name in enumerate(kwargs)}
-        call = Call(module, self._stack[-1] if self._stack else None, len(self.trace.ops), tensors, order)
+        call = Call(module, self._stack[-1] if self._stack else None, len(self.trace.ops), arguments)
         self.trace.calls.append(call)
         self._stack.append(call)
 

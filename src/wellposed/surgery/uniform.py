@@ -20,9 +20,8 @@ from wellposed.anatomy.model import (
 )
 from wellposed.anatomy.model import blocks as all_blocks
 from wellposed.anatomy.queries import FoundQuery, find_queries, is_of_library
-from wellposed.anatomy.rows import after
 from wellposed.anatomy.subclass import no_packed_query
-from wellposed.anatomy.table import attention_row
+from wellposed.anatomy.table import after, attention_row
 from wellposed.surgery.apply import insert_all
 from wellposed.surgery.choose import choose
 from wellposed.surgery.insertion import Inserted
