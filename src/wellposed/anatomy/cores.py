@@ -133,7 +133,7 @@ def cores(trace: Trace) -> list[Core]:
 
 
 def _packed(op: Op) -> Core:
-    args, kwargs = op.details
+    args, kwargs = op.given
     call = MULTI_HEAD.bind(*args, **kwargs).arguments
     shape = call["query"].shape[1], call["num_heads"], call["query"].shape[0], call["key"].shape[0]
     nothing = torch.empty(shape, device="meta")
@@ -142,7 +142,7 @@ def _packed(op: Op) -> Core:
 
 
 def _fused(op: Op) -> Core:
-    args, kwargs = op.details
+    args, kwargs = op.given
     call = FUSED.bind(*args, **kwargs).arguments
     query, key, mask = call["query"], call["key"], call.get("attn_mask")
     causal, gqa = bool(call.get("is_causal")), bool(call.get("enable_gqa"))
@@ -160,8 +160,8 @@ def _fused(op: Op) -> Core:
 
 
 def _softmax(op: Op, out: Tensor, met: int) -> Core | None:
-    args, kwargs = op.details
-    logits = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    args, kwargs = op.given
+    logits: Tensor = args[0] if args else kwargs["input"]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if logits.ndim < 3 or dim not in (-1, logits.ndim - 1):
         return None

@@ -5,7 +5,6 @@ submodules (BERT's output layers), the nearest module around both. What a run sh
 :class:`~wellposed.anatomy.table.BlockRow`, the same as one that was taught.
 """
 
-import ast
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
@@ -114,10 +113,6 @@ def refused_row(block: nn.Module, reason: str) -> BlockRow:
     """The row of a block that was seen and can be neither edited nor measured."""
     return BlockRow(family_of(block), (), no_taps(reason), refused=reason, no_token_attention=reason)
 
-
-_Sites = dict[tuple[str, str], tuple[Method, dict[int, bool], set[int], nn.Module]]
-"""By path and method: the method; its joins, with whether the skip is on the left; the adds that ran; the
-module."""
 
 _DIFFERENT = "its calls differ: not every one of them adds its skips in the same places"
 
@@ -270,7 +265,7 @@ def _unseen_work(residuals: list[Residual], roles: list[Role]) -> str:
                     f"part of what {where} computes in it cannot be seen (compiled or scripted code, a "
                     "kernel of its own): it may be attention"
                 )
-            if op.name == "flex_attention" and not _is_plain(*op.details):
+            if op.name == "flex_attention" and not _is_plain(*op.given):
                 return (
                     f"the flex_attention of {where} has a mask or scores of its own, of which it cannot be "
                     "seen what they hide"
@@ -377,47 +372,39 @@ def _adds(flow: Flow, group: _Group, roles: list[Role]) -> tuple[Add, ...]:
     """The adds of a block, those in arms that were not taken too."""
     block = group.call.module
     paths = {id(module): path for path, module in block.named_modules()}
-    adds: list[Add] = []
-    sites: _Sites = {}
+    methods: dict[tuple[str, str], tuple[Method, nn.Module]] = {}
+    adds: dict[tuple[str, str, int], Add] = {}
     for residual, role in zip(group.residuals, roles, strict=True):
-        owner, method_name = _method(residual)
+        owner, name = _method(residual)
         if id(owner) not in paths:
             raise SeamError(f"its {role} skip is added by {type(owner).__name__}, which is not within it.")
         path = paths[id(owner)]
-        if (path, method_name) not in sites:
-            method = Method(unmarked_class(owner), method_name)
-            sites[path, method_name] = method, {}, _ran(flow, group.call, method), owner
-        method, joins, *_ = sites[path, method_name]
-        spot = residual.op.spot
-        assert spot is not None
-        number = method.add_at(spot.position)
+        if (path, name) not in methods:
+            methods[path, name] = Method(unmarked_class(owner), name), owner
+        method, _ = methods[path, name]
+        assert residual.op.spot is not None
+        number = method.add_at(residual.op.spot.position)
         if number is None:
             raise SeamError(
                 f"its {role} skip is added by an expression of {method.where} that is no plain add."
             )
-        if number in joins:
+        if (path, name, number) in adds:
             raise SeamError(
                 f"{method.where} adds its {role} skips in a loop: one line of it serves several layers. Put "
                 "what the loop does into a module of its own, one for each layer."
             )
-        joins[number] = residual.skip_is_left
-        site = Site(path, method_name, number, residual.skip_is_left, method.digest)
-        adds.append(Add(role, site=site, order=1 + sum(add.role == role for add in adds)))
-    return tuple(adds) + _twins(adds, sites)
-
-
-def _twins(adds: list[Add], sites: _Sites) -> tuple[Add, ...]:
-    """The adds of arms that were not taken, as joins of the same names."""
-    at = {(add.site.path, add.site.method, add.site.number): add for add in adds if add.site}
-    twins = []
-    for (path, name), (method, joins, ran, owner) in sites.items():
-        source = method.adds()
-        for twin, number in method.twins(joins, ran, owner).items():
-            original = at[path, name, number]
-            skip = ast.dump(source[number].left if joins[number] else source[number].right)
-            site = Site(path, name, twin, ast.dump(source[twin].left) == skip, method.digest)
-            twins.append(Add(original.role, site=site, order=original.order))
-    return tuple(twins)
+        site = Site(path, name, number, residual.skip_is_left, method.digest)
+        order = 1 + sum(add.role == role for add in adds.values())
+        adds[path, name, number] = Add(role, site=site, order=order)
+    twins = []  # in arms that were not taken, as joins of the same names
+    for (path, name), (method, owner) in methods.items():
+        joins = {at[2]: add for at, add in adds.items() if at[:2] == (path, name)}
+        sides = {number: add.site.skip_is_left for number, add in joins.items() if add.site}
+        found = method.twins(sides, _ran(flow, group.call, method), owner)
+        for twin, (join, skip_is_left) in found.items():
+            site = Site(path, name, twin, skip_is_left, method.digest)
+            twins.append(replace(joins[join], site=site))
+    return (*adds.values(), *twins)
 
 
 def _ran(flow: Flow, call: Call, method: Method) -> set[int]:

@@ -57,8 +57,8 @@ class Op:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     call: "Call | None"
+    given: tuple[tuple[Any, ...], dict[str, Any]]  # its arguments
     spot: Spot | None = None
-    details: Any = None  # the arguments, of the few operations that are read more closely
 
 
 @dataclass
@@ -97,6 +97,16 @@ class Trace:
     ended: list[Call] = field(default_factory=list)  # as they ended
     output: Any = None
 
+    def within(self, call: Call) -> list[Call]:
+        """The calls that another one makes itself."""
+        return [each for each in self.calls if each.parent is call]
+
+    def innermost(self, call: Call, number: int) -> Call:
+        """The first (0) or last (-1) call in nested Sequentials, to which no operation can be added."""
+        while isinstance(call.module, nn.Sequential) and (inside := self.within(call)):
+            call = inside[number]
+        return call
+
 
 def trace(model: nn.Module, run: Callable[[nn.Module], Any], *, gradients: bool = False) -> Trace:
     """Run the model by ``run(model)`` and record what happens. Hooks of its own run as they always do."""
@@ -132,25 +142,6 @@ def without_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(was)
 
 
-# What is read more closely than by its tensors.
-_READ = frozenset(
-    {
-        "mean",
-        "sum",
-        "permute",
-        "transpose",
-        "swapaxes",
-        "swapdims",
-        "scaled_dot_product_attention",
-        "flex_attention",
-        "multi_head_attention_forward",
-        "softmax",
-        "getitem",
-        "__getitem__",
-    }
-)
-
-
 class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -173,13 +164,10 @@ class _Recorder(TorchFunctionMode):
             outputs = [args[0]]
         if not outputs:
             return result
-        op = Op(len(self.trace.ops), name, before, (), self._stack[-1] if self._stack else None)
-        self.trace.ops.append(op)
-        op.outputs = tuple(self._output(x, inputs, op) for x in outputs)
+        op = self._record(name, before, args, kwargs)
+        op.outputs = tuple(self._output(x, op) for x in outputs)
         if name in ADDS or name in HIDDEN_ADDS:
             op.spot = _spot()
-        if name in _READ:
-            op.details = (args, kwargs)
         return result
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -190,7 +178,7 @@ class _Recorder(TorchFunctionMode):
             for x in tree_iter(given)
             if isinstance(x, Tensor)
         )
-        call = Call(module, self._stack[-1] if self._stack else None, len(self.trace.ops), arguments)
+        call = Call(module, self._call(), len(self.trace.ops), arguments)
         self.trace.calls.append(call)
         self._stack.append(call)
 
@@ -201,21 +189,28 @@ class _Recorder(TorchFunctionMode):
         call.end = len(self.trace.ops)
         self.trace.ended.append(call)
 
+    def _call(self) -> Call | None:
+        return self._stack[-1] if self._stack else None
+
+    def _record(self, name: str, inputs: tuple[int, ...], args: Any = (), kwargs: Any = None) -> Op:
+        op = Op(len(self.trace.ops), name, inputs, (), self._call(), (args, kwargs or {}))
+        self.trace.ops.append(op)
+        return op
+
     def _value(self, tensor: Tensor) -> int:
         """The value of a tensor, which may come from an operation that no mode sees."""
         known = self._known.get(id(tensor))
         if known is not None:
             return known
-        call = self._stack[-1] if self._stack else None
+        call = self._call()
         if call is None or not tensor.is_floating_point() or not self.trace.ops:
             return self._new(tensor, None)
         inputs = tuple(value for _, value in call.arguments)
-        op = Op(len(self.trace.ops), "unseen", inputs, (), call)
-        self.trace.ops.append(op)
+        op = self._record("unseen", inputs)
         op.outputs = (self._new(tensor, op.index),)
         return op.outputs[0]
 
-    def _output(self, tensor: Tensor, inputs: list[Tensor], op: Op) -> int:
+    def _output(self, tensor: Tensor, op: Op) -> int:
         base = tensor._base
         in_place = op.name.endswith("_") and not op.name.endswith("__")
         changed = in_place or op.name in ("__iadd__", "__imul__", "__setitem__")
