@@ -56,6 +56,7 @@ class Residual:
     start: int  # the value that the branch was computed from: the skip, seen without reshaping
     path: list[Op] = field(default_factory=list)  # from start to branch, in order
     inside: set[int] = field(default_factory=set)  # the values along it
+    kind: Kind = "spatial"
 
 
 class Flow:
@@ -70,6 +71,14 @@ class Flow:
             if op.name in ADDS | HIDDEN_ADDS and (residual := self._residual(op)) is not None:
                 self.residuals.append(residual)
                 self._of_out[self.root[residual.out]] = residual
+        for residual in self.residuals:
+            residual.kind = self.kind(residual, self.channels_last([residual]))
+
+    def main(self) -> list[Residual]:
+        """The residual adds of the stream: not one inside another's branch, nor one around whole blocks."""
+        whole = [residual for residual in self.residuals if residual.kind != "long"]
+        inside = {op.index for residual in whole for op in residual.path}
+        return [residual for residual in whole if residual.op.index not in inside]
 
     def shape(self, value: int) -> tuple[int, ...]:
         return self.trace.values[value].shape
