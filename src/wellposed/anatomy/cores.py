@@ -248,7 +248,7 @@ class Reach:
                 return UNSEEN
             for along in (self.result.ndim - 1, *range(self.result.ndim - 1)):
                 groups = _groups(masks, along)
-                if self._are_of_the_same_tokens(groups, reached):
+                if len(groups) > 1 and self._are_of_the_same_tokens(groups, reached):
                     found = self._channels(masks, groups, along)
                     if found is not None:
                         return Heads(found, axis, tuple(map(tuple, groups)))
@@ -260,20 +260,17 @@ class Reach:
         """The channels of each group, if they are apart from each other and from keys and values."""
         sets = [_indices(masks[group[0]], along) for group in groups]
         counts = torch.stack(sets).sum(0)
-        if len(groups) < 2 or bool(counts.max() > 1) or self._touches_others(counts > 0, along):
+        if bool(counts.max() > 1) or self._touches_others(counts > 0, along):
             return None
         runs = [_run(used) for used in sets]
-        steps = {b[0] - a[0] for a, b in itertools.pairwise(runs)}
-        widths = {width for _, width in runs}
-        if len(steps) > 1 or len(widths) > 1 or min(steps) <= 0 or min(widths) <= 0:
+        start, width = runs[0]
+        steps = {b[0] - a[0] for a, b in itertools.pairwise(runs)} or {width}
+        if len(steps) > 1 or any(run[1] != width for run in runs) or min(*steps, width) <= 0:
             return None
-        return self._as_parts(len(groups), along, runs[0][0], steps.pop(), widths.pop())
-
-    def _as_parts(self, heads: int, along: int, start: int, step: int, width: int) -> HeadChannels:
-        size = self.result.shape[along]
-        parts = Fraction(start, size), Fraction(step * heads, size), Fraction(width, step)
+        size, step = self.result.shape[along], steps.pop()
+        parts = Fraction(start, size), Fraction(step * len(runs), size), Fraction(width, step)
         axis = -1 if along == self.result.ndim - 1 else along
-        return HeadChannels(heads, axis, *(part.as_integer_ratio() for part in parts))
+        return HeadChannels(len(runs), axis, *(part.as_integer_ratio() for part in parts))
 
     def _are_of_the_same_tokens(self, groups: list[list[int]], reached: list[list[Tensor]]) -> bool:
         for number in range(1, len(self.given) + 1):
@@ -299,10 +296,8 @@ class Reach:
             return None
         mask = self._queries(None, 0)[0]
         for along in (self.result.ndim - 1, 1):
-            used = _indices(mask, along)
-            first, width = _run(used)
-            if width and not self._touches_others(used, along):
-                return Heads(self._as_parts(1, along, first, width, width), None, ((0,),))
+            if (channels := self._channels([mask], [[0]], along)) is not None:
+                return Heads(channels, None, ((0,),))
         return None
 
     def _queries(self, axis: int | None, index: int) -> list[Tensor]:

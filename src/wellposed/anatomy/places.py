@@ -5,6 +5,7 @@ nothing else: it holds no block, and adds no positions and puts no class token i
 """
 
 import math
+from typing import Literal
 
 from torch import nn
 
@@ -180,11 +181,9 @@ class Places:
             # Attention without its output projection, which comes in a later module.
             later = [i for i in range(first + 1, len(calls)) if any(calls[i].holds(n) for n in weighted)]
             first = later[0] if later else first
-        last = self.flow.trace.innermost(calls[first], -1)
-        ends = [("after", last, last.results[0])]
-        later_ones = [self.flow.trace.innermost(c, 0) for c in calls[first + 1 :]]
-        ends += [("before", c, c.arguments[0][1]) for c in later_ones if c.arguments]
-        taps = [self._tap(side, call) for side, call, value in ends if self._is_whole(value, residual)]
+        innermost = self.flow.trace.innermost
+        taps = [self._tap("after", innermost(calls[first], -1), residual)]
+        taps += [self._tap("before", innermost(call, 0), residual) for call in calls[first + 1 :]]
         self.attention_ends = [tap for tap in taps if tap]
         if self.attention_ends:
             return self.attention_ends[0]
@@ -202,10 +201,9 @@ class Places:
             return why, why, why
         first = self.flow.trace.innermost(calls[0], 0)
         final = self.flow.trace.innermost(calls[-1], -1)
-        given = first.arguments[0][1] if first.arguments else None
-        start = self._tap("before", first) if given is not None and self._is_whole(given, residual) else None
-        end = self._tap("after", final) if self._is_whole(final.results[0], residual) else None
-        return start or _NOT_WHOLE, self._middle(weighted[-1], residual), end or _NOT_WHOLE
+        start = self._tap("before", first, residual) or _NOT_WHOLE
+        end = self._tap("after", final, residual) or _NOT_WHOLE
+        return start, self._middle(weighted[-1], residual), end
 
     def _middle(self, last: Op, residual: Residual) -> Tap | str:
         call = last.call
@@ -214,9 +212,7 @@ class Places:
         weight = None if call is None else getattr(inner(call.module), "weight", None)
         if call is None or not isinstance(weight, nn.Parameter):
             return "its last product with weights is no module of its own"
-        if not self._is_whole(call.arguments[0][1], residual):
-            return _NOT_WHOLE
-        return self._tap("before", call) or _NOT_WHOLE
+        return self._tap("before", call, residual) or _NOT_WHOLE
 
     def _is_whole(self, value: int, residual: Residual) -> bool:
         """Whether a tensor holds the tokens of whole images, and all of those that the skip holds."""
@@ -238,14 +234,14 @@ class Places:
             return self.layout if self.layout in ("NHWC", "NCHW") else "NHWC"
         return "NHWC" if axis == len(shape) - 1 else "NCHW"
 
-    def _tap(self, side: str, call: Call) -> Tap | None:
-        """A tap at a module of the block that runs once in it."""
+    def _tap(self, side: Literal["before", "after"], call: Call, residual: Residual) -> Tap | None:
+        """A tap at a module of the block that runs once in it and sees whole images there."""
         path = self.paths.get(id(call.module))
-        if not path or id(call.module) in self.twice:
+        values = [value for _, value in call.arguments] if side == "before" else list(call.results)
+        if not path or id(call.module) in self.twice or not values or not self._is_whole(values[0], residual):
             return None
-        layout = self._layout_of(call.arguments[0][1] if side == "before" else call.results[0])
-        make = before if side == "before" else after
-        return make(path, layout=None if layout == self.layout else layout)
+        layout = self._layout_of(values[0])
+        return Tap(side, (path,), None if layout == self.layout else layout)
 
 
 def _is_of_adapter(call: Call) -> bool:

@@ -39,7 +39,7 @@ from wellposed.anatomy.subclass import (
     set_class,
 )
 from wellposed.anatomy.table import Add, BlockRow, EmbeddingRow, Position, Site, Tap
-from wellposed.anatomy.trace import removing, trace, without_fast_path
+from wellposed.anatomy.trace import Trace, removing, trace, without_fast_path
 from wellposed.errors import SeamError
 
 INSERTED = ("inserted_before", "inserted_after", "inserted_query")
@@ -226,7 +226,7 @@ def _proven(model: nn.Module, example: Example, flow: Flow, output: Any) -> list
     joins_ran = _run_seamed(model, usable, example, output)
     ran = Counter(id(call.module) for call in flow.trace.calls)
     found = [_as_run(block, ran[id(block.module)], joins_ran) for block in found]
-    return _with_images_first(model, found, example)
+    return _with_images_first(model, found, example, flow)
 
 
 def _remember(model: nn.Module, example: Example, flow: Flow, found: list[Found]) -> None:
@@ -256,7 +256,7 @@ def _as_run(block: Found, ran: int, joins_ran: dict[str, int]) -> Found:
     return replace(block, row=refused_row(block.module, reason))
 
 
-def _with_images_first(model: nn.Module, found: list[Found], example: Example) -> list[Found]:
+def _with_images_first(model: nn.Module, found: list[Found], example: Example, flow: Flow) -> list[Found]:
     """Blocks that see images in pieces, if they see those of the first image first; else refused.
 
     Shown by a run on another image behind the example's.
@@ -264,7 +264,8 @@ def _with_images_first(model: nn.Module, found: list[Found], example: Example) -
     inside = [block for block in found if block.row.pieces]
     if not inside:
         return found
-    alone, among = (_streams(model, inside, one) for one in (example, example.and_another()))
+    alone = _streams(flow.trace, inside)
+    among = _streams(trace(model, example.and_another().run), inside)
     mixed = {
         id(block.module)
         for block, one, several in zip(inside, alone, among, strict=True)
@@ -279,21 +280,11 @@ def _with_images_first(model: nn.Module, found: list[Found], example: Example) -
 _MIXED = "it sees pieces of images, and which of them are of one image could not be told"
 
 
-def _streams(model: nn.Module, found: list[Found], example: Example) -> list[Tensor | None]:
+def _streams(run: Trace, found: list[Found]) -> list[Tensor | None]:
     """The tokens that each block sees in its first call."""
-    seen: dict[int, Tensor] = {}
-    handles: list[Any] = []
-
-    def see(module: nn.Module, args: Any, kwargs: Any, place: int = 0) -> None:
-        seen.setdefault(id(module), [*args, *kwargs.values()][place].detach().clone())
-
-    with removing(handles):
-        for block in found:
-            hook = functools.partial(see, place=block.row.stream)
-            handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
-        with torch.no_grad(), without_fast_path():
-            example.run(model)
-    return [seen.get(id(block.module)) for block in found]
+    calls = {id(call.module): call for call in reversed(run.calls)}
+    tokens = [(calls.get(id(block.module)), block.row.stream) for block in found]
+    return [run.values[call.argument(place)].tensor if call else None for call, place in tokens]
 
 
 def _starts_with(several: Tensor, one: Tensor) -> bool:

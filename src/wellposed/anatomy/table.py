@@ -71,6 +71,11 @@ class Add:
         """Of its join, and of the positions around it: ``attention``, ``local``, ``local2``."""
         return self.role if self.order == 1 else f"{self.role}{self.order}"
 
+    @property
+    def path(self) -> str:
+        """Of the module in whose method it stands."""
+        return self.site.path if self.site else ""
+
 
 @dataclass(frozen=True)
 class Tap:
