@@ -16,6 +16,7 @@ from wellposed.anatomy.loops import encoder_of
 from wellposed.anatomy.places import IN_PIECES
 from wellposed.anatomy.proof import (
     is_quiet,
+    of_edits,
     own_class,
     proofs,
     prove,
@@ -243,7 +244,10 @@ def _known(model: nn.Module, *, ran: bool = False) -> tuple[_Rows, list[nn.Modul
     rows: _Rows = []
     others: list[nn.Module] = []
     splitters: dict[str, str] = {}
+    edits = of_edits(model)
     for name, module in model.named_modules():
+        if id(module) in edits:
+            continue
         remember_loops(module)
         row = block_row(module) or proven_row(module)
         if row is not None and any(_shares_joins(outer, name, module) for outer in rows):

@@ -350,6 +350,20 @@ def as_built(model: nn.Module) -> Iterator[None]:
             module.__class__ = cls
 
 
+def of_edits(model: nn.Module) -> set[int]:
+    """The ids of what edits have put into a model: operations, joins, edits of weights."""
+    found: set[int] = set()
+    for module in model.modules():
+        names = [
+            *INSERTED,
+            *map(child_name, edited_weights(module)),
+            *(join_name(j.name) for j in joins(module)),
+        ]
+        children = [module._modules[name] for name in names if name in module._modules]
+        found |= {id(part) for child in children if child is not None for part in child.modules()}
+    return found
+
+
 def own_class(module: nn.Module) -> Any:
     """The class that a module was made of: without marks and seams, and without what shards it."""
     for cls in type(module).__mro__:
@@ -386,11 +400,9 @@ def block_signature(block: nn.Module) -> str:
     """Of a block's structure: the classes in it with their sources, and the settings that lead their way."""
     encoder = encoder_of(block)  # of a layer without a forward of its own
     parts: list[Any] = [] if encoder is None else [_class_key(own_class(encoder)), _settings(encoder)]
-    edits = {
-        id(module._modules[child_name(name)]) for module in block.modules() for name in edited_weights(module)
-    }
+    edits = of_edits(block)
     for path, module in block.named_modules():
-        if any(name in path for name in INSERTED) or ".join_" in f".{path}" or id(module) in edits:
+        if id(module) in edits:
             continue
         if not _has_tensors(module) and not any(True for _ in module.children()):
             parts.append(path)  # an activation, a dropout: which one does not matter
