@@ -146,16 +146,14 @@ def proven_row(module: nn.Module) -> BlockRow | None:
     known = proofs()
     if encoder_of(module) is not None:
         return known.rows.get(block_signature(module))
-    if not _may_add(own_class(module)) or _class_key(own_class(module)) not in known.classes:
-        return None
-    return known.rows.get(block_signature(module))
+    return known.rows.get(block_signature(module)) if _key(module) in known.classes else None
 
 
 def remember_loops(module: nn.Module) -> None:
     """Note which layers stand in loops of a module, if it is of a class that was seen to have some."""
     loops = open_loops(module)
-    if not loops and proofs().loops and _may_add(own_class(module)):
-        loops = proofs().loops.get(_class_key(own_class(module)), ())
+    if not loops and proofs().loops:
+        loops = proofs().loops.get(_key(module), ())
     with suppress(AttributeError):  # built otherwise than the one that was run
         remember(module, loops)
 
@@ -165,7 +163,7 @@ def splits_images(module: nn.Module) -> str | None:
 
     None of a module that was not seen to cut any.
     """
-    return proofs().splitters.get(_setting_key(module)) if _may_add(own_class(module)) else None
+    return proofs().splitters.get(_setting_key(module)) if _key(module) else None
 
 
 def proven_embeddings(module: nn.Module) -> tuple[EmbeddingRow, ...]:
@@ -178,9 +176,8 @@ def is_quiet(module: nn.Module, *, ran: bool) -> bool:
 
     With ``ran=False`` it is enough that a model with such a module was run, whether that reached it or not.
     """
-    cls = own_class(module)
-    known = proofs().quiet if ran else proofs().quiet | proofs().unreached
-    return not _may_add(cls) or _class_key(cls) in known
+    key = _key(module)
+    return not key or key in proofs().quiet or (not ran and key in proofs().unreached)
 
 
 def prove(model: nn.Module, example: Example) -> str:
@@ -241,9 +238,8 @@ def _remember(model: nn.Module, example: Example, flow: Flow, found: list[Found]
     within |= {id(block.splitter) for block in found}  # with other settings it may cut otherwise
     ran = {id(call.module) for call in flow.trace.calls}
     for module in model.modules():
-        if id(module) not in within and _may_add(own_class(module)):
-            seen_as = proofs().quiet if id(module) in ran else proofs().unreached
-            seen_as.add(_class_key(own_class(module)))
+        if id(module) not in within and (key := _key(module)):
+            (proofs().quiet if id(module) in ran else proofs().unreached).add(key)
 
 
 def _as_run(block: Found, ran: int, joins_ran: dict[str, int]) -> Found:
@@ -386,6 +382,12 @@ def version_of(cls: Any) -> str:
     tested = proofs().tested.get(library)
     known = f"; tested are {tested[0]} to {tested[1]}" if tested else ""
     return f" ({library} {version} is installed{known})"
+
+
+def _key(module: nn.Module) -> str:
+    """Of a module's class and its source; empty for one of torch.nn, which adds no skips."""
+    cls = own_class(module)
+    return _class_key(cls) if _may_add(cls) else ""
 
 
 def _may_add(cls: Any) -> bool:
