@@ -33,7 +33,7 @@ from wellposed.anatomy.example import Example, eagerly, given_example, made_exam
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.model import blocks as all_blocks
 from wellposed.anatomy.proof import Proofs, proofs
-from wellposed.anatomy.rows import Position
+from wellposed.anatomy.table import Position
 from wellposed.errors import NoMeaningError
 from wellposed.probes.bounds import bounds
 from wellposed.probes.jacobian import jacobian_spectrum

@@ -9,7 +9,7 @@ from torch.nn import functional
 import wellposed as wp
 from untouched import assert_same, fingerprint
 from wellposed.anatomy import blocks
-from wellposed.anatomy.packing import find_projections, packed_otherwise
+from wellposed.anatomy.projections import find_projections, packed_otherwise
 from wellposed.errors import NoMeaningError
 from wellposed.probes.parameters import weight_spectra
 

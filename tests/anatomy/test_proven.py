@@ -122,6 +122,16 @@ def test_the_known_families_need_no_run(case: Case, as_shipped: list[nn.Module])
     assert not as_shipped
 
 
+@pytest.mark.parametrize("where", ["embedding", "pixels", "blocks"])
+def test_an_edited_model_needs_no_run_either(where: str, as_shipped: list[nn.Module]) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL)
+    wp.gray_tokens(model, eps=0.7, where=where)
+    assert wp.edits(model)
+    assert is_settled(model)
+    wp.restore(model)
+    assert not as_shipped
+
+
 def test_finding_runs_the_model_twice_at_most() -> None:
     model = timm.create_model("vit_tiny_patch16_224", **SMALL)
     calls = []

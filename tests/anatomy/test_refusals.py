@@ -8,8 +8,7 @@ from torchvision.models.swin_transformer import SwinTransformerBlock
 from transformers.models.beit.modeling_beit import BeitLayer
 
 import wellposed as wp
-from wellposed.anatomy.model import refusal
-from wellposed.anatomy.table import timm_twin
+from wellposed.anatomy.model import refusal, timm_twin
 
 
 class Layer(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import wellposed as wp
 from wellposed.anatomy import blocks
-from wellposed.anatomy.rows import to_tokens
+from wellposed.anatomy.table import to_tokens
 from wellposed.errors import UnknownModelError
 from wellposed.probes.jacobian import products
 from wellposed.probes.observe import observed, watching_tokens

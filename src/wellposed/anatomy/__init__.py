@@ -1,7 +1,7 @@
 """What a model is made of, and where to cut it: one table row a block class."""
 
-from wellposed.anatomy.model import Block, Embedding, blocks, embeddings
-from wellposed.anatomy.rows import (
+from wellposed.anatomy.model import Block, Embedding, blocks, embeddings, families
+from wellposed.anatomy.table import (
     Add,
     AttentionRow,
     BlockRow,
@@ -11,8 +11,8 @@ from wellposed.anatomy.rows import (
     before,
     no_taps,
     taps,
+    teach,
 )
-from wellposed.anatomy.table import families, teach
 from wellposed.anatomy.verify import verify
 
 __all__ = [

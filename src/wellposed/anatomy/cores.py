@@ -10,20 +10,17 @@ same tokens and of channels that are apart; windows and images of a batch are ma
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter
 
 from wellposed.anatomy.flow import PRODUCTS, VIEWS
 from wellposed.anatomy.masks import FUSED, MULTI_HEAD
-from wellposed.anatomy.trace import removing, without_fast_path
+from wellposed.anatomy.trace import Call, Op, Trace
 from wellposed.linalg.precision import full_float32, without_autocast
 
 HIDDEN = 1e4
@@ -76,30 +73,20 @@ def _floating(mask: Tensor | None) -> Tensor | None:
 
 
 @dataclass
-class Finished:
-    """A call of a module inside the block that has ended, with the tensor that it returned."""
-
-    path: str
-    module: nn.Module
-    given: Tensor | None
-    result: Tensor
-
-
-@dataclass
 class Core:
     """One attention: of ``query`` and ``key`` if fused, else of the ``logits`` of its softmax.
 
     Args:
         p: its probabilities (..., N, M), of some rows where there are very many.
         sees: which of these no mask hides, in the same shape.
-        before: how many calls had ended before queries and keys met.
-        within: the modules at work.
+        met: the number of the operation in which queries and keys met.
+        call: in which they did.
     """
 
     p: Tensor
-    sees: Tensor  # which keys a row may see
-    before: int
-    within: tuple[int, ...]
+    sees: Tensor
+    met: int
+    call: Call | None
     query: Tensor | None = None
     key: Tensor | None = None
     value: Tensor | None = None
@@ -108,125 +95,77 @@ class Core:
     is_mixed: bool = False
     bias: Tensor | None = None  # of floating point, on the logits of fused attention
 
-
-@dataclass
-class Seen:
-    """What one run of a block has shown."""
-
-    finished: list[Finished] = field(default_factory=list)
-    cores: list[Core] = field(default_factory=list)
-    ran: dict[int, int] = field(default_factory=dict)  # how often, by the module's id
+    def is_within(self, module: nn.Module) -> bool:
+        """Whether a module was at work."""
+        call = self.call
+        while call is not None and call.module is not module:
+            call = call.parent
+        return call is not None
 
 
-@contextmanager
-def watching_cores(block: nn.Module) -> Iterator[Seen]:
-    """Inside, a run of the block shows its attentions and the results of its modules."""
-    watch = _Watch()
-    handles: list[Any] = []
-    with removing(handles):
-        for path, module in block.named_modules():
-            handles.append(module.register_forward_pre_hook(watch.enter, with_kwargs=True))
-            leave = functools.partial(watch.leave, path)
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        with without_fast_path(), watch:
-            yield watch.seen
-        watch.seen.cores += [core for core in watch.open_cores if core.value is not None]
+def cores(trace: Trace) -> list[Core]:
+    """The attentions of a run."""
+    found: list[Core] = []
+    open_cores: list[Core] = []
+    of_weights: dict[int, Core] = {}  # by the id of what was made of its probabilities
+    met = 0
+    for op in trace.ops:
+        given = [trace.values[value].tensor for value in op.inputs]
+        made = [trace.values[value].tensor for value in op.outputs]
+        core = next((of_weights[id(x)] for x in given if id(x) in of_weights), None)
+        if op.name == "multi_head_attention_forward":
+            found.append(_packed(op))
+        elif op.name == "scaled_dot_product_attention":
+            found.append(_fused(op))
+        elif op.name == "softmax":
+            if (core := _softmax(op, made[0], met)) is not None:
+                open_cores.append(core)
+                of_weights[id(made[0])] = core
+        elif op.name in PRODUCTS and core is None:
+            met = met if any(isinstance(x, nn.Parameter) for x in given) else op.index
+        elif op.name in PRODUCTS and core is not None:  # the one that its weights weigh
+            others = [x for x in given if id(x) not in of_weights]
+            core.value = core.value if core.value is not None or not others else others[0]
+        elif core is not None and op.name in VIEWS | {"linear", "__mul__", "mul"}:
+            core.is_mixed |= op.name == "linear"
+            of_weights |= dict.fromkeys(map(id, made), core)
+    return found + [core for core in open_cores if core.value is not None]
 
 
-class _Watch(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = Seen()
-        self.open_cores: list[Core] = []
-        self._stack: list[int] = []
-        self._given: list[Tensor | None] = []
-        self._of_weights: dict[int, Core] = {}  # by the id of what was made of its probabilities
-        self._kept: list[Tensor] = []  # so that no id is used twice
-        self._met = 0
+def _packed(op: Op) -> Core:
+    args, kwargs = op.given
+    call = MULTI_HEAD.bind(*args, **kwargs).arguments
+    shape = call["query"].shape[1], call["num_heads"], call["query"].shape[0], call["key"].shape[0]
+    nothing = torch.empty(shape, device="meta")
+    bias = _floating(call.get("attn_mask"))
+    return Core(nothing, nothing, op.index, op.call, is_packed=True, bias=bias)
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = next((x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)), None)
-        self._stack.append(id(module))
-        self._given.append(given)
 
-    def leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._stack:
-            return
-        self._stack.pop()
-        given = self._given.pop()
-        self.seen.ran[id(module)] = self.seen.ran.get(id(module), 0) + 1
-        if isinstance(output, Tensor):
-            self.seen.finished.append(Finished(path, module, given, output))
+def _fused(op: Op) -> Core:
+    args, kwargs = op.given
+    call = FUSED.bind(*args, **kwargs).arguments
+    query, key, mask = call["query"], call["key"], call.get("attn_mask")
+    causal, gqa = bool(call.get("is_causal")), bool(call.get("enable_gqa"))
+    step = max(1, math.ceil(math.prod(query.shape[:-1]) * key.shape[-2] / _LARGEST))
+    with torch.no_grad():
+        if step > 1 and causal:
+            causal = False
+            mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril().to(query.device)
+        rows = slice(None, None, step)
+        few = mask[..., rows, :] if mask is not None and mask.shape[-2] > 1 else mask
+        p = attention_probabilities(query[..., rows, :], key, few, causal, call.get("scale"), gqa)
+        zeros = torch.zeros_like(query[..., rows, :])  # whose weights are zero for hidden keys alone
+        sees = attention_probabilities(zeros, torch.zeros_like(key), _only_hidden(few), causal, None, gqa)
+    return Core(p, sees > 0, op.index, op.call, query, key, call["value"], bias=_floating(mask))
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.multi_head_attention_forward:
-            self._see_packed(args, kwargs)
-            return func(*args, **kwargs)
-        out = func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name == "scaled_dot_product_attention":
-            self._see_fused(args, kwargs)
-        elif name == "softmax" and isinstance(out, Tensor):
-            self._see_softmax(out, args, kwargs)
-        elif name in PRODUCTS or name in VIEWS or name in ("linear", "type_as", "__mul__", "mul"):
-            self._follow(name, out, [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)])
-        return out
 
-    def _see_packed(self, args: Any, kwargs: Any) -> None:
-        call = MULTI_HEAD.bind(*args, **kwargs).arguments
-        shape = call["query"].shape[1], call["num_heads"], call["query"].shape[0], call["key"].shape[0]
-        nothing = torch.empty(shape, device="meta")
-        core = Core(nothing, nothing, len(self.seen.finished), tuple(self._stack))
-        core.is_packed, core.bias = True, _floating(call.get("attn_mask"))
-        self.seen.cores.append(core)
-
-    def _see_fused(self, args: Any, kwargs: Any) -> None:
-        call = FUSED.bind(*args, **kwargs).arguments
-        query, key, mask = call["query"], call["key"], call.get("attn_mask")
-        causal, gqa = bool(call.get("is_causal")), bool(call.get("enable_gqa"))
-        step = max(1, math.ceil(math.prod(query.shape[:-1]) * key.shape[-2] / _LARGEST))
-        with torch.no_grad():
-            if step > 1 and causal:
-                causal = False
-                mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril().to(query.device)
-            rows = slice(None, None, step)
-            few = mask[..., rows, :] if mask is not None and mask.shape[-2] > 1 else mask
-            p = attention_probabilities(query[..., rows, :], key, few, causal, call.get("scale"), gqa)
-            zeros = torch.zeros_like(query[..., rows, :])  # whose weights are zero for hidden keys alone
-            sees = attention_probabilities(zeros, torch.zeros_like(key), _only_hidden(few), causal, None, gqa)
-        core = Core(p, sees > 0, len(self.seen.finished), tuple(self._stack), query, key, call["value"])
-        core.bias = _floating(mask)
-        self.seen.cores.append(core)
-
-    def _see_softmax(self, out: Tensor, args: Any, kwargs: Any) -> None:
-        logits = args[0] if args else kwargs.get("input", kwargs.get("self"))
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        if not isinstance(logits, Tensor) or logits.ndim < 3 or dim not in (-1, logits.ndim - 1):
-            return
-        core = Core(out.detach(), logits.detach() > -HIDDEN, self._met, tuple(self._stack), logits=logits)
-        self.open_cores.append(core)
-        self._of_weights[id(out)] = core
-        self._kept.append(out)
-
-    def _follow(self, name: str, out: Any, given: list[Tensor]) -> None:
-        """Follow what is made of probabilities, up to the product that they weigh."""
-        core = next((self._of_weights[id(x)] for x in given if id(x) in self._of_weights), None)
-        if core is None:
-            if name in PRODUCTS and not any(isinstance(x, nn.Parameter) for x in given):
-                self._met = len(self.seen.finished)
-            return
-        if name in PRODUCTS:
-            others = [x for x in given if id(x) not in self._of_weights]
-            if core.value is None and others:
-                core.value = others[0]
-            return
-        if name == "linear":
-            core.is_mixed = True
-        for x in tree_iter(out):
-            if isinstance(x, Tensor):
-                self._of_weights[id(x)] = core
-                self._kept.append(x)
+def _softmax(op: Op, out: Tensor, met: int) -> Core | None:
+    args, kwargs = op.given
+    logits: Tensor = args[0] if args else kwargs["input"]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if logits.ndim < 3 or dim not in (-1, logits.ndim - 1):
+        return None
+    return Core(out.detach(), logits.detach() > -HIDDEN, met, op.call, logits=logits)
 
 
 INSTEAD = 'broadcast_context(model, "attention.end") mixes in the mean of all tokens instead'
@@ -237,25 +176,30 @@ UNSEEN = (
 )
 _MOST, _FEW = 128, 32  # heads that are told apart, heads and windows whose keys are looked at
 
+Part = tuple[int, int]
+"""A fraction: numerator and denominator."""
+
 
 @dataclass(frozen=True)
 class HeadChannels:
-    """Which indices of one axis belong to a head: ``width`` of them from ``start + head * step``.
+    """Which indices of one axis belong to a head, in parts of that axis, so that they serve every size.
 
-    Without a step the heads share the whole axis evenly, in their order.
+    The heads lie one after another, from ``start`` on, in ``span`` of the axis; of its share of that a head
+    has the first ``width``.
     """
 
     heads: int
     axis: int = -1
-    start: int = 0
-    step: int | None = None
-    width: int | None = None
+    start: Part = (0, 1)
+    span: Part = (1, 1)
+    width: Part = (1, 1)
 
     def of(self, chosen: Iterable[int], size: int) -> list[tuple[int, int]]:
         """The (first, behind the last) index of each head, on an axis of that size."""
-        step = size // self.heads if self.step is None else self.step
-        width = step if self.width is None else self.width
-        return [(self.start + head * step, self.start + head * step + width) for head in chosen]
+        start = size * self.start[0] // self.start[1]
+        step = size * self.span[0] // (self.span[1] * self.heads)
+        width = step * self.width[0] // self.width[1]
+        return [(start + head * step, start + head * step + width) for head in chosen]
 
     def zeroed(self, x: Tensor, heads: Iterable[int]) -> Tensor:
         """X with zeros in the channels of some heads."""
@@ -304,7 +248,7 @@ class Reach:
                 return UNSEEN
             for along in (self.result.ndim - 1, *range(self.result.ndim - 1)):
                 groups = _groups(masks, along)
-                if self._are_of_the_same_tokens(groups, reached):
+                if len(groups) > 1 and self._are_of_the_same_tokens(groups, reached):
                     found = self._channels(masks, groups, along)
                     if found is not None:
                         return Heads(found, axis, tuple(map(tuple, groups)))
@@ -316,14 +260,17 @@ class Reach:
         """The channels of each group, if they are apart from each other and from keys and values."""
         sets = [_indices(masks[group[0]], along) for group in groups]
         counts = torch.stack(sets).sum(0)
-        if len(groups) < 2 or bool(counts.max() > 1) or self._touches_others(counts > 0, along):
+        if bool(counts.max() > 1) or self._touches_others(counts > 0, along):
             return None
         runs = [_run(used) for used in sets]
-        steps = {b[0] - a[0] for a, b in itertools.pairwise(runs)}
-        widths = {width for _, width in runs}
-        if len(steps) > 1 or len(widths) > 1 or min(steps) <= 0 or min(widths) <= 0:
+        start, width = runs[0]
+        steps = {b[0] - a[0] for a, b in itertools.pairwise(runs)} or {width}
+        if len(steps) > 1 or any(run[1] != width for run in runs) or min(*steps, width) <= 0:
             return None
-        return HeadChannels(len(groups), self._named(along), runs[0][0], steps.pop(), widths.pop())
+        size, step = self.result.shape[along], steps.pop()
+        parts = Fraction(start, size), Fraction(step * len(runs), size), Fraction(width, step)
+        axis = -1 if along == self.result.ndim - 1 else along
+        return HeadChannels(len(runs), axis, *(part.as_integer_ratio() for part in parts))
 
     def _are_of_the_same_tokens(self, groups: list[list[int]], reached: list[list[Tensor]]) -> bool:
         for number in range(1, len(self.given) + 1):
@@ -349,10 +296,7 @@ class Reach:
             return None
         mask = self._queries(None, 0)[0]
         for along in (self.result.ndim - 1, 1):
-            used = _indices(mask, along)
-            first, width = _run(used)
-            if width and not self._touches_others(used, along):
-                channels = HeadChannels(1, self._named(along), first, width, width)
+            if (channels := self._channels([mask], [[0]], along)) is not None:
                 return Heads(channels, None, ((0,),))
         return None
 
@@ -390,9 +334,6 @@ class Reach:
 
     def _touches_others(self, used: Tensor, along: int) -> bool:
         return bool((used & _indices(self.others, along)).any())
-
-    def _named(self, along: int) -> int:
-        return -1 if along == self.result.ndim - 1 else along
 
 
 def reaching(made: Tensor, of: list[Tensor]) -> list[Tensor]:

@@ -2,10 +2,9 @@
 
 A block is the module whose methods hold an attention's join and its FFN's, or, where these stand in
 submodules (BERT's output layers), the nearest module around both. What a run shows is written as a
-:class:`~wellposed.anatomy.rows.BlockRow`, the same as one that was taught.
+:class:`~wellposed.anatomy.table.BlockRow`, the same as one that was taught.
 """
 
-import ast
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,9 @@ from torch.utils._pytree import tree_iter
 
 from wellposed.anatomy.flow import Flow, Kind, Residual
 from wellposed.anatomy.places import IN_PIECES, ONE_TOKEN, Places, family_of, layout_of
-from wellposed.anatomy.rows import (
+from wellposed.anatomy.source import Method, wrapped_functions
+from wellposed.anatomy.subclass import unmarked_class
+from wellposed.anatomy.table import (
     Add,
     BlockRow,
     Role,
@@ -26,8 +27,6 @@ from wellposed.anatomy.rows import (
     Tap,
     no_taps,
 )
-from wellposed.anatomy.source import Method, wrapped_functions
-from wellposed.anatomy.subclass import unmarked_class
 from wellposed.anatomy.trace import Call
 from wellposed.errors import SeamError
 
@@ -53,7 +52,6 @@ class _Group:
     call: Call
     residuals: list[Residual] = field(default_factory=list)
     row: BlockRow | None = None
-    refused: str = ""
     splitter: nn.Module | None = None
     ends: list[Tap] = field(default_factory=list)  # where attention.end could be, the nearest first
 
@@ -64,29 +62,23 @@ def find_blocks(model: nn.Module, flow: Flow, batch: int = 1) -> list[Found]:
     Args:
         flow: of a pass with ``batch`` images.
     """
-    kinds = {id(r): flow.kind(r, flow.channels_last([r])) for r in flow.residuals}
-    main = _main_joins(flow, kinds)
-    attends = any(kinds[id(r)] in ("attention", "parallel") for r in main)
-    by_module: dict[int, list[BlockRow]] = {}
-    splitters: dict[int, nn.Module] = {}
-    groups = [
-        group
-        for group in _grouped(flow, main, kinds)
-        if (_is_more_than_local(group, kinds) if attends else _is_no_plain_convolution(flow, group))
-    ]
-    for group in _common_ends([_read(flow, one, attends, batch) for one in groups]):
-        row = group.row or refused_row(group.call.module, group.refused)
-        if group.splitter is not None:
-            splitters[id(group.call.module)] = group.splitter
-        by_module.setdefault(id(group.call.module), []).append(row)
+    main = flow.main()
+    attends = any(residual.kind in ("attention", "parallel") for residual in main)
+    groups = [group for group in _grouped(flow, main) if _is_of_blocks(flow, group, attends)]
+    for group in groups:
+        try:
+            group.row = _row(flow, group, attends, batch)
+        except SeamError as error:
+            group.row = refused_row(group.call.module, str(error))
+    _share_ends(groups)
     found = []
     for name, module in model.named_modules():
-        rows = by_module.get(id(module), [])
-        if not rows:
-            continue
-        row = rows[0] if all(one == rows[0] for one in rows) else refused_row(module, _DIFFERENT)
-        if set(row.roles) != {"local"}:
-            found.append(Found(name, module, row, splitters.get(id(module))))
+        of_it = [group for group in groups if group.call.module is module]
+        rows = [group.row for group in of_it if group.row is not None]
+        if rows:
+            row = rows[0] if all(one == rows[0] for one in rows) else refused_row(module, _DIFFERENT)
+            if set(row.roles) != {"local"}:
+                found.append(Found(name, module, row, of_it[-1].splitter))
     return found
 
 
@@ -101,12 +93,13 @@ def seen_instead(flow: Flow) -> str:
     return "no add of tensors"
 
 
-def _is_more_than_local(group: _Group, kinds: dict[int, Kind]) -> bool:
-    return any(kinds[id(residual)] != "spatial" for residual in group.residuals)
+def _is_of_blocks(flow: Flow, group: _Group, attends: bool) -> bool:
+    """Whether joins are not those of a convolution beside attention, or those of a ConvNet.
 
-
-def _is_no_plain_convolution(flow: Flow, group: _Group) -> bool:
-    """Whether a branch mixes tokens otherwise than by convolutions that mix channels too, as ConvNets' do."""
+    These mix tokens by convolutions that mix channels too.
+    """
+    if attends:
+        return any(residual.kind != "spatial" for residual in group.residuals)
     return any(not any(map(flow.is_dense_convolution, r.path)) for r in group.residuals)
 
 
@@ -115,18 +108,7 @@ def refused_row(block: nn.Module, reason: str) -> BlockRow:
     return BlockRow(family_of(block), (), no_taps(reason), refused=reason, no_token_attention=reason)
 
 
-_Sites = dict[tuple[str, str], tuple[Method, dict[int, bool], set[int], nn.Module]]
-"""By path and method: the method; its joins, with whether the skip is on the left; the adds that ran; the
-module."""
-
 _DIFFERENT = "its calls differ: not every one of them adds its skips in the same places"
-
-
-def _main_joins(flow: Flow, kinds: dict[int, Kind]) -> list[Residual]:
-    """Those of the stream: not one inside another's branch, nor one around whole blocks."""
-    whole = [r for r in flow.residuals if kinds[id(r)] != "long"]
-    inside = {op.index for r in whole for op in r.path}
-    return [r for r in whole if r.op.index not in inside]
 
 
 def _owner_call(residual: Residual) -> Call:
@@ -140,25 +122,23 @@ def _owner_call(residual: Residual) -> Call:
     return call
 
 
-def _grouped(flow: Flow, main: list[Residual], kinds: dict[int, Kind]) -> list[_Group]:
+def _grouped(flow: Flow, main: list[Residual]) -> list[_Group]:
     """Blocks, each with its joins; what belongs to none stays a block of its own."""
     groups: dict[int, _Group] = {}
     for residual in main:
         call = _owner_call(residual)
         groups.setdefault(id(call), _Group(call)).residuals.append(residual)
-    blocks = {key: group for key, group in groups.items() if _is_complete(group.residuals, kinds)}
+    blocks = {key: group for key, group in groups.items() if _is_complete(group.residuals)}
     rest = [group for key, group in groups.items() if key not in blocks]
     stages = {  # of which some hold several layers: no blocks, those of one layer neither
-        type(call.module)
-        for call in flow.trace.calls
-        if _repeats([r for r in main if call.holds(r.op.index)], kinds)
+        type(call.module) for call in flow.trace.calls if _repeats(_held(call, main))
     }
     for group in rest:
-        around = _around(group, main, kinds)
+        around = _around(group, main)
         if around is None or type(around.module) in stages:
             continue
         if not any(around.within(block.call) for block in blocks.values()):
-            blocks[id(around)] = _Group(around, [r for r in main if around.holds(r.op.index)])
+            blocks[id(around)] = _Group(around, _held(around, main))
     taken = {id(r) for block in blocks.values() for r in block.residuals}
     for group in rest:
         left = [r for r in group.residuals if id(r) not in taken]
@@ -173,80 +153,76 @@ def _grouped(flow: Flow, main: list[Residual], kinds: dict[int, Kind]) -> list[_
     return list(blocks.values())
 
 
+def _held(call: Call, main: list[Residual]) -> list[Residual]:
+    return [residual for residual in main if call.holds(residual.op.index)]
+
+
 def _is_shared(module: nn.Module, blocks: Iterable[_Group]) -> bool:
     """Whether several blocks have a module among theirs: a join in it would be one of all of them."""
     homes = {id(b.call.module): b.call.module for b in blocks}.values()
     return sum(any(module is one for one in home.modules()) for home in homes) > 1
 
 
-def _around(group: _Group, main: list[Residual], kinds: dict[int, Kind]) -> Call | None:
+def _around(group: _Group, main: list[Residual]) -> Call | None:
     """The nearest call that holds more joins than the group's, if they are those of one block."""
     call: Call | None = group.call
     while call is not None and not isinstance(call.module, nn.Sequential):
-        within = [r for r in main if call.holds(r.op.index)]
+        within = _held(call, main)
         if len(within) > len(group.residuals):
-            return call if _is_complete(within, kinds) and _each_once(within, kinds) else None
+            attend = any(residual.kind == "attention" for residual in within)
+            return call if attend and _is_complete(within) and not _repeats(within) else None
         call = call.parent
     return None
 
 
-def _is_complete(residuals: Iterable[Residual], kinds: dict[int, Kind]) -> bool:
-    there = [kinds[id(r)] for r in residuals]
-    attend = sum(kind == "attention" for kind in there)
+def _is_complete(residuals: list[Residual]) -> bool:
+    there = [residual.kind for residual in residuals]
+    attend = there.count("attention")
     return "parallel" in there or 0 < attend < len(there) or (not attend and len(there) > 1)
 
 
-def _each_once(residuals: list[Residual], kinds: dict[int, Kind]) -> bool:
-    return not _repeats(residuals, kinds) and any(kinds[id(r)] == "attention" for r in residuals)
-
-
-def _repeats(residuals: Iterable[Residual], kinds: dict[int, Kind]) -> bool:
+def _repeats(residuals: list[Residual]) -> bool:
     """Whether some joins are those of several blocks: two of them attend, or two are FFNs."""
-    there = [kinds[id(r)] for r in residuals if kinds[id(r)] != "spatial"]
+    there = [residual.kind for residual in residuals if residual.kind != "spatial"]
     return len(set(there)) < len(there)
 
 
-def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
-    """Write the row of a group, or why it has none."""
-    residuals = group.residuals
+def _row(flow: Flow, group: _Group, attends: bool, batch: int) -> BlockRow:
+    """The row of a group. Raises SeamError with the reason where it can have none."""
+    residuals, module = group.residuals, group.call.module
     last = flow.channels_last(residuals)
     roles = _roles([flow.kind(r, last) for r in residuals], attends)
-    try:
-        adds = _adds(flow, group, roles)
-    except SeamError as error:
-        group.refused = str(error)
-        return group
+    adds = _adds(flow, group, roles)
     if any(_is_nested(flow, residual, group) for residual in flow.residuals):
-        group.refused = "the skip around its attention lies inside the branch of another skip of its own"
-        return group
+        raise SeamError("the skip around its attention lies inside the branch of another skip of its own")
     if any(_is_beside(flow, *pair) for pair in itertools.pairwise(residuals)):
-        group.refused = (
+        raise SeamError(
             "it adds attention and FFN, computed side by side, to its stream one after the other: x + a + f "
             "has no place where the skip alone could be removed. Write it as x + (a + f)"
         )
-        return group
-    if unknown := _unseen_work(residuals, roles):
-        group.refused = unknown
-        return group
+    _refuse_unseen_work(residuals, roles)
     place, stream = _stream(flow, group)
     layout, pieces = layout_of(flow.shape(stream), last, batch)
     if layout == "LNC" and not _attends_along_the_first_axis(flow, group, flow.shape(stream)[0]):
         layout, pieces = "NLC", IN_PIECES
     reader = Places(flow, group.call, residuals, roles, layout, last, batch)
-    if unseen := _unseen_attention(flow, group, reader.tokens):
-        group.refused = unseen
-        return group
-    family = family_of(group.call.module)
+    if reader.tokens > 1:
+        _refuse_unseen_attention(flow, group, stream)
+    family = family_of(module)
     taps = no_taps(pieces) if pieces else reader.taps()
-    group.ends = reader.attention_ends
     if pieces:
         group.splitter = _splitter(flow, group.call, batch)
     elif reader.updates_one_token():
-        taps, group.ends = no_taps(ONE_TOKEN), []
+        taps = no_taps(ONE_TOKEN)
         family += ", class attention"
-    elif place != 0:
-        taps = (("block.start", f"its tokens are argument {place} of its forward, not the first"), *taps[1:])
-    group.row = BlockRow(
+    else:
+        group.ends = reader.attention_ends
+        if place != 0:
+            taps = (
+                ("block.start", f"its tokens are argument {place} of its forward, not the first"),
+                *taps[1:],
+            )
+    return BlockRow(
         family=family,
         adds=adds,
         taps=taps,
@@ -257,25 +233,23 @@ def _read(flow: Flow, group: _Group, attends: bool, batch: int) -> _Group:
         causal=any(flow.is_causal(r) for r, role in zip(residuals, roles, strict=True) if role != "ffn"),
         pieces=bool(pieces),
     )
-    return group
 
 
-def _unseen_work(residuals: list[Residual], roles: list[Role]) -> str:
-    """A sentence about what a branch computes where no run sees it."""
+def _refuse_unseen_work(residuals: list[Residual], roles: list[Role]) -> None:
+    """Raise where a branch computes something that no run sees."""
     for residual, role in zip(residuals, roles, strict=True):
         for op in residual.path:
             where = type(op.call.module).__name__ if op.call else "the model"
             if op.name == "unseen" and role not in ("attention", "parallel"):
-                return (
+                raise SeamError(
                     f"part of what {where} computes in it cannot be seen (compiled or scripted code, a "
                     "kernel of its own): it may be attention"
                 )
-            if op.name == "flex_attention" and not _is_plain(*op.details):
-                return (
+            if op.name == "flex_attention" and not _is_plain(*op.given):
+                raise SeamError(
                     f"the flex_attention of {where} has a mask or scores of its own, of which it cannot be "
                     "seen what they hide"
                 )
-    return ""
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -315,25 +289,24 @@ def _attends_along_the_first_axis(flow: Flow, group: _Group, tokens: int) -> boo
     return fused or not products or flow.shape(products[0].inputs[0])[-2] == tokens
 
 
-def _unseen_attention(flow: Flow, group: _Group, tokens: int) -> str:
-    """A sentence about attention that runs in a block outside all branches: its skip would be missed."""
+def _refuse_unseen_attention(flow: Flow, group: _Group, stream: int) -> None:
+    """Raise where attention runs in a block outside all branches: its skip would be missed."""
     call = group.call
     inside = {op.index for residual in flow.residuals for op in residual.path}
     products = flow.products(call.begin, call.end)
-    for op in flow.cores() if tokens > 1 else ():
+    for op in flow.cores():
         if not call.holds(op.index) or op.index in inside:
             continue
         earlier = [flow.root[r.out] for r in group.residuals if r.op.index < op.index]
         later = [r.start for r in group.residuals if r.op.index > op.index]
-        start = earlier[-1] if earlier else flow.root[_stream(flow, group)[1]]
+        start = earlier[-1] if earlier else flow.root[stream]
         end = later[0] if later else call.results[0]
         if flow.can_bypass(start, end, products):
             where = type(op.call.module).__name__ if op.call else "the model"
-            return f"the attention of {where} in it runs outside all branches whose skip was found"
-    return ""
+            raise SeamError(f"the attention of {where} in it runs outside all branches whose skip was found")
 
 
-def _common_ends(groups: list[_Group]) -> list[_Group]:
+def _share_ends(groups: list[_Group]) -> None:
     """Give the blocks of one class one place for ``attention.end``, if there is one that serves them all.
 
     Where one window covers the image, the end of the attention itself would do; in other blocks it would not.
@@ -349,7 +322,6 @@ def _common_ends(groups: list[_Group]) -> list[_Group]:
             tap = next(tap for tap in group.ends if _at(tap) == _at(common[0]))
             taps = tuple((at, tap if at == "attention.end" else old) for at, old in group.row.taps)
             group.row = replace(group.row, taps=taps)
-    return groups
 
 
 def _at(tap: Tap) -> tuple[str, tuple[str, ...]]:
@@ -377,47 +349,39 @@ def _adds(flow: Flow, group: _Group, roles: list[Role]) -> tuple[Add, ...]:
     """The adds of a block, those in arms that were not taken too."""
     block = group.call.module
     paths = {id(module): path for path, module in block.named_modules()}
-    adds: list[Add] = []
-    sites: _Sites = {}
+    methods: dict[tuple[str, str], tuple[Method, nn.Module]] = {}
+    adds: dict[tuple[str, str, int], Add] = {}
     for residual, role in zip(group.residuals, roles, strict=True):
-        owner, method_name = _method(residual)
+        owner, name = _method(residual)
         if id(owner) not in paths:
             raise SeamError(f"its {role} skip is added by {type(owner).__name__}, which is not within it.")
         path = paths[id(owner)]
-        if (path, method_name) not in sites:
-            method = Method(unmarked_class(owner), method_name)
-            sites[path, method_name] = method, {}, _ran(flow, group.call, method), owner
-        method, joins, *_ = sites[path, method_name]
-        spot = residual.op.spot
-        assert spot is not None
-        number = method.add_at(spot.position)
+        if (path, name) not in methods:
+            methods[path, name] = Method(unmarked_class(owner), name), owner
+        method, _ = methods[path, name]
+        assert residual.op.spot is not None
+        number = method.add_at(residual.op.spot.position)
         if number is None:
             raise SeamError(
                 f"its {role} skip is added by an expression of {method.where} that is no plain add."
             )
-        if number in joins:
+        if (path, name, number) in adds:
             raise SeamError(
                 f"{method.where} adds its {role} skips in a loop: one line of it serves several layers. Put "
                 "what the loop does into a module of its own, one for each layer."
             )
-        joins[number] = residual.skip_is_left
-        site = Site(path, method_name, number, residual.skip_is_left, method.digest)
-        adds.append(Add(role, site=site, order=1 + sum(add.role == role for add in adds)))
-    return tuple(adds) + _twins(adds, sites)
-
-
-def _twins(adds: list[Add], sites: _Sites) -> tuple[Add, ...]:
-    """The adds of arms that were not taken, as joins of the same names."""
-    at = {(add.site.path, add.site.method, add.site.number): add for add in adds if add.site}
-    twins = []
-    for (path, name), (method, joins, ran, owner) in sites.items():
-        source = method.adds()
-        for twin, number in method.twins(joins, ran, owner).items():
-            original = at[path, name, number]
-            skip = ast.dump(source[number].left if joins[number] else source[number].right)
-            site = Site(path, name, twin, ast.dump(source[twin].left) == skip, method.digest)
-            twins.append(Add(original.role, site=site, order=original.order))
-    return tuple(twins)
+        site = Site(path, name, number, residual.skip_is_left, method.digest)
+        order = 1 + sum(add.role == role for add in adds.values())
+        adds[path, name, number] = Add(role, site=site, order=order)
+    twins = []  # in arms that were not taken, as joins of the same names
+    for (path, name), (method, owner) in methods.items():
+        joins = {at[2]: add for at, add in adds.items() if at[:2] == (path, name)}
+        sides = {number: add.site.skip_is_left for number, add in joins.items() if add.site}
+        found = method.twins(sides, _ran(flow, group.call, method), owner)
+        for twin, (join, skip_is_left) in found.items():
+            site = Site(path, name, twin, skip_is_left, method.digest)
+            twins.append(replace(joins[join], site=site))
+    return (*adds.values(), *twins)
 
 
 def _ran(flow: Flow, call: Call, method: Method) -> set[int]:
@@ -444,8 +408,7 @@ def _method(residual: Residual) -> tuple[nn.Module, str]:
 
 def add_places(flow: Flow) -> Iterator[tuple[nn.Module, str, tuple[int | None, ...]]]:
     """Where the residual adds of the stream stand: whose method, its name, the position in it."""
-    kinds = {id(r): flow.kind(r, flow.channels_last([r])) for r in flow.residuals}
-    for residual in _main_joins(flow, kinds):
+    for residual in flow.main():
         if residual.op.spot is not None:
             with suppress(SeamError):
                 yield *_method(residual), residual.op.spot.position
@@ -469,30 +432,21 @@ def _stream(flow: Flow, group: _Group) -> tuple[int, int]:
     for wanted in (residual.start, flow.root[residual.skip]):
         for place, value in call.arguments:
             if flow.root[value] == wanted:
-                return (place if isinstance(place, int) else call.order[place]), value
+                return place, value
     made = _ancestors(flow, residual.start, call.begin)
     for place, value in call.arguments:
         if value in made or flow.root[value] in made:
-            return (place if isinstance(place, int) else call.order[place]), value
+            return place, value
     return 0, residual.skip
 
 
 def _unchained(flow: Flow, group: _Group, roles: list[Role], stream: int) -> tuple[Role, ...]:
     """The roles whose skip is more than one module away from the sum before."""
-    children = [call for call in flow.trace.calls if call.parent is group.call]
     found: list[Role] = []
-    before = flow.root[stream]
     for residual, role in zip(group.residuals, roles, strict=True):
-        skip = flow.root[residual.skip]
-        ends = {before} | {
-            flow.root[value]
-            for call in children
-            if any(flow.root[given] == before for _, given in call.arguments)
-            for value in call.results
-        }
-        if skip not in ends:
+        if not flow.leads(group.call, stream, residual.skip):
             found.append(role)
-        before = flow.root[residual.out]
+        stream = residual.out
     return tuple(dict.fromkeys(found))
 
 

@@ -13,57 +13,24 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from wellposed.anatomy.masks import READABLE, hidden_by, hides_later
-from wellposed.anatomy.trace import ADDS, HIDDEN_ADDS, Op, Trace
+from wellposed.anatomy.trace import ADDS, HIDDEN_ADDS, Call, Op, Trace
 
 Kind = Literal["attention", "pointwise", "mixed", "spatial", "parallel", "long"]
 """What a branch does: attends; acts on each token alone; does that with a token mixing in between (a
 convolution inside an FFN); mixes tokens without attention; attends and, beside that, acts on each token;
 holds whole blocks."""
 
-VIEWS = frozenset(
-    [
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "transpose",
-        "permute",
-        "contiguous",
-        "mT",
-        "T",
-        "squeeze",
-        "unsqueeze",
-        "swapaxes",
-        "movedim",
-        "swapdims",
-        "clone",
-        "to",
-        "float",
-        "type",
-        "half",
-        "bfloat16",
-        "double",
-        "detach",
-        "view_as",
-        "type_as",
-        "alias",
-        "dropout",
-    ]
-)
-_PARTS = frozenset(
-    [
-        "__getitem__",
-        "getitem",
-        "narrow",
-        "select",
-        "split",
-        "chunk",
-        "unbind",
-        "split_with_sizes",
-        "tensor_split",
-    ]
-)
-_JOINED = frozenset({"cat", "concat", "concatenate"})
+_TRANSPOSED = frozenset({"transpose", "swapaxes", "swapdims", "mT", "T"})
+_RESHAPED = frozenset({"view", "view_as", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"})
+_COPIED = frozenset({"contiguous", "clone", "detach", "alias", "dropout"})
+_CAST = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double"})
+VIEWS = _TRANSPOSED | _RESHAPED | _COPIED | _CAST | {"permute", "movedim"}
+"""Operations whose result is what they were given, seen in another way."""
+
+_CUT = frozenset({"__getitem__", "getitem", "narrow", "select"})
+_SPLIT = frozenset({"split", "chunk", "unbind", "split_with_sizes", "tensor_split"})
+_PARTS = _CUT | _SPLIT
+JOINED = frozenset({"cat", "concat", "concatenate"})
 _LINEAR = frozenset({"linear", "addmm"})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 PRODUCTS = frozenset(["matmul", "__matmul__", "__rmatmul__", "bmm", "einsum", "baddbmm", "mm", "tensordot"])
@@ -89,6 +56,7 @@ class Residual:
     start: int  # the value that the branch was computed from: the skip, seen without reshaping
     path: list[Op] = field(default_factory=list)  # from start to branch, in order
     inside: set[int] = field(default_factory=set)  # the values along it
+    kind: Kind = "spatial"
 
 
 class Flow:
@@ -103,6 +71,14 @@ class Flow:
             if op.name in ADDS | HIDDEN_ADDS and (residual := self._residual(op)) is not None:
                 self.residuals.append(residual)
                 self._of_out[self.root[residual.out]] = residual
+        for residual in self.residuals:
+            residual.kind = self.kind(residual, self.channels_last([residual]))
+
+    def main(self) -> list[Residual]:
+        """The residual adds of the stream: not one inside another's branch, nor one around whole blocks."""
+        whole = [residual for residual in self.residuals if residual.kind != "long"]
+        inside = {op.index for residual in whole for op in residual.path}
+        return [residual for residual in whole if residual.op.index not in inside]
 
     def shape(self, value: int) -> tuple[int, ...]:
         return self.trace.values[value].shape
@@ -184,7 +160,7 @@ class Flow:
             given = [v for v in self.trace.ops[maker].inputs if not self._is_learned(v)]
             if len(given) == 1:
                 yield self.root[given[0]]
-        if maker is not None and self.trace.ops[maker].name in _JOINED:  # a class token put back in front
+        if maker is not None and self.trace.ops[maker].name in JOINED:  # a class token put back in front
             yield from sorted({self.root[v] for v in self.trace.ops[maker].inputs}, reverse=True)
         while (before := self._of_out.get(start)) is not None:
             start = self.root[before.skip]
@@ -241,6 +217,15 @@ class Flow:
         products = sum(self.is_product_of_tokens(op, inside) for op in path)
         return products >= 2 or (products == 1 and "softmax" in names)
 
+    def leads(self, call: Call, source: int, target: int) -> bool:
+        """Whether a value in a call is another one, or what one submodule makes of that."""
+        start, end = self.root[source], self.root[target]
+        return start == end or any(
+            any(self.root[given] == start for _, given in child.arguments)
+            and any(self.root[result] == end for result in child.results)
+            for child in self.trace.within(call)
+        )
+
     def can_bypass(self, start: int, end: int, attention: Iterable[Op]) -> bool:
         """Whether a value can be reached from another one without passing an attention."""
         closed = {op.index for op in attention}
@@ -265,7 +250,7 @@ class Flow:
 
     def is_causal(self, residual: Residual) -> bool:
         """Whether the attention in a branch hides from each token those that come after it."""
-        hidden = [hidden_by(op.name, *op.details) for op in residual.path if op.name in READABLE]
+        hidden = [hidden_by(op.name, *op.given) for op in residual.path if op.name in READABLE]
         return any(one is not None and bool(hides_later(one)) for one in hidden)
 
     def weighted(self, residual: Residual) -> list[Op]:
@@ -323,9 +308,7 @@ class Flow:
     def _step(self, op: Op, axes: dict[int, int]) -> str:
         """What an operation acts on, where that matters."""
         value = next((value for value in op.inputs if value in axes), None)
-        if op.name in _MIXERS or (
-            op.name in _REDUCTIONS and value is not None and self._sums_tokens(op, axes)
-        ):
+        if op.name in _MIXERS or (op.name in _REDUCTIONS and self._sums_tokens(op, axes)):
             return "tokens"
         if self.is_linear(op):
             return "channels" if value is None or axes[value] == len(self.shape(value)) - 1 else "tokens"
@@ -336,9 +319,9 @@ class Flow:
 
     def _sums_tokens(self, op: Op, axes: dict[int, int]) -> bool:
         value = op.inputs[0] if op.inputs else -1
-        if op.name not in _REDUCTIONS or not op.details or value not in axes:
+        if value not in axes:
             return False
-        args, kwargs = op.details
+        args, kwargs = op.given
         given = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if given is None:
             return False
@@ -415,11 +398,16 @@ class Flow:
         if start != residual.start:
             axes.setdefault(residual.start, self._axis(residual.start, last))
         for op in residual.path:
-            value = next((v for v in op.inputs if v in axes or self.root[v] == residual.start), None)
-            if value is None:
-                continue
-            axes.setdefault(value, self._axis(value, last))
-            for out in op.outputs:
+            seen = next((v for v in op.inputs if v in axes or self.root[v] == residual.start), None)
+            if seen is not None:
+                axes.setdefault(seen, self._axis(seen, last))
+            self.follow(axes, [op])
+
+    def follow(self, axes: dict[int, int], ops: Iterable[Op]) -> None:
+        """Add to the known axes of channels those of what some operations make, where they can be told."""
+        for op in ops:
+            value = next((v for v in op.inputs if v in axes), -1)
+            for out in op.outputs if value >= 0 else ():
                 axis = self.moved(op, axes[value], self.shape(value), self.shape(out))
                 if axis is not None:
                     axes.setdefault(out, axis)
@@ -427,14 +415,12 @@ class Flow:
     def moved(self, op: Op, axis: int, before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
         """The axis of the channels after an operation, None where it cannot be told."""
         final = len(before) - 1
-        if op.name == "permute" and op.details:
-            args, kwargs = op.details
+        args, kwargs = op.given
+        if op.name == "permute":
             dims = kwargs.get("dims", args[1] if len(args) == 2 else args[1:])
             return [dim % len(before) for dim in dims].index(axis)
-        if op.name in ("transpose", "swapaxes", "swapdims", "mT", "T"):
-            pair: tuple[int, ...] = (final, final - 1)
-            if op.details and len(op.details[0]) == 3:
-                pair = tuple(dim % len(before) for dim in op.details[0][1:])
+        if op.name in _TRANSPOSED:
+            pair = [dim % len(before) for dim in args[1:]] if len(args) == 3 else [final, final - 1]
             return {pair[0]: pair[1], pair[1]: pair[0]}.get(axis, axis)
         if self.is_linear(op):
             return axis if len(before) == len(after) else None

@@ -131,26 +131,21 @@ class _Body:
         self.index, self.target, self.path = self._over()
         within = {id(node) for node in ast.walk(loop)}
         outside = [node for node in ast.walk(definition) if id(node) not in within]
-        before = {p.arg for p in parameters[1:]} | {
-            node.id for node in outside if _is_stored(node) and node.lineno < loop.lineno
-        }
         elements = {node.id for node in ast.walk(self.target) if isinstance(node, ast.Name)}
         if elements & {node.id for node in outside if isinstance(node, ast.Name)}:
             raise _Unliftable
-        stored, needed = self._needs()
+        before = {p.arg for p in parameters[1:]} | {
+            node.id for node in outside if _is_stored(node) and node.lineno < loop.lineno
+        }
         before |= {node.id for node in ast.walk(self.index) if isinstance(node, ast.Name)}
+        stored, needed, always = self._names()
         loaded = {node.id for node in outside if _is_loaded(node)} | needed
-        carried = [name for name in stored if name in loaded and name not in elements]
-        always = self._always_stored()
-        self.inputs = [name for name in carried if name in before and (name in needed or name not in always)]
-        self.inputs += sorted(needed & before - set(self.inputs) - elements)
-        self.outputs = carried
-        known = before | elements
-        if any(name not in known and name not in always for name in carried):
+        self.outputs = [name for name in stored if name in loaded and name not in elements]
+        if not self.outputs or any(name not in before | always for name in self.outputs):
             raise _Unliftable
+        kept = [name for name in self.outputs if name in before and (name in needed or name not in always)]
+        self.inputs = kept + sorted(needed & before - set(kept) - elements)
         self.attributes = self._of_owner(inside)
-        if not self.outputs:
-            raise _Unliftable
 
     def _over(self) -> tuple[ast.expr, ast.expr, str]:
         """What counts the layers, what names them, and their path, "" where that is not in the source."""
@@ -177,31 +172,23 @@ class _Body:
     def unpacks(self) -> bool:
         return not isinstance(self.target, ast.Name)
 
-    def _needs(self) -> tuple[list[str], set[str]]:
-        """The names that the body stores, the last first, as it is the stream; and those that it needs."""
-        stored: dict[str, None] = {}
+    def _names(self) -> tuple[list[str], set[str], set[str]]:
+        """The names that the body stores, needs from before, and stores whichever way it goes.
+
+        Of those stored the last comes first, as it is the stream.
+        """
+        stored: list[str] = []
         needed: set[str] = set()
-        certain: set[str] = set()
+        always: set[str] = set()
         for statement in self.loop.body:
             nodes = list(ast.walk(statement))
-            loads = {node.id for node in nodes if _is_loaded(node)}
-            loads |= {
-                node.target.id
-                for node in nodes
-                if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
-            }
-            needed |= loads - certain
-            new = [node.id for node in nodes if _is_stored(node)]
-            for name in new:
-                stored.pop(name, None)
-                stored[name] = None
+            loaded = {node.id for node in nodes if _is_loaded(node)}
+            added = [node.target for node in nodes if isinstance(node, ast.AugAssign)]
+            needed |= (loaded | {to.id for to in added if isinstance(to, ast.Name)}) - always
+            stored += [node.id for node in nodes if _is_stored(node)]
             if isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign):
-                certain |= set(new)
-        return list(stored)[::-1], needed
-
-    def _always_stored(self) -> set[str]:
-        plain = [s for s in self.loop.body if isinstance(s, ast.Assign | ast.AugAssign | ast.AnnAssign)]
-        return {node.id for statement in plain for node in ast.walk(statement) if _is_stored(node)}
+                always |= {node.id for node in nodes if _is_stored(node)}
+        return list(dict.fromkeys(reversed(stored))), needed, always
 
     def _of_owner(self, inside: list[ast.AST]) -> list[str]:
         """The attributes of the encoder that the body reads."""

@@ -16,7 +16,9 @@ from wellposed.anatomy.loops import encoder_of
 from wellposed.anatomy.places import IN_PIECES
 from wellposed.anatomy.proof import (
     is_quiet,
+    of_edits,
     own_class,
+    proofs,
     prove,
     proven_embeddings,
     proven_row,
@@ -24,9 +26,18 @@ from wellposed.anatomy.proof import (
     splits_images,
     version_of,
 )
-from wellposed.anatomy.rows import BlockRow, EmbeddingRow, Layout, Position, Side, Tap
 from wellposed.anatomy.subclass import inner
-from wellposed.anatomy.table import GIVE_EXAMPLE, block_row, embedding_row, timm_twin, unknown_model
+from wellposed.anatomy.table import (
+    BLOCKS,
+    BlockRow,
+    EmbeddingRow,
+    Layout,
+    Position,
+    Side,
+    Tap,
+    block_row,
+    embedding_row,
+)
 from wellposed.errors import SeamError, UnknownModelError, WrappedModelError
 
 BlockSelection = int | slice | Iterable[int] | None
@@ -129,6 +140,82 @@ def blocks(model: nn.Module, example: Any = None) -> list[Block]:
     return [Block(index, *found) for index, found in enumerate(rows)]
 
 
+def families() -> list[str]:
+    """The families that are known without a run: those of the table, and those that were proven."""
+    rows = [*BLOCKS.values(), *proofs().rows.values()]
+    return sorted({row.family for row in rows if not row.refused})
+
+
+GIVE_EXAMPLE = (
+    "A model of one's own is run once to find its blocks: give an input as example=, such as\n"
+    "    wp.remove_skips(model, example=torch.randn(1, 3, 224, 224))"
+)
+
+
+def unknown_model(model: nn.Module, seen: str) -> UnknownModelError:
+    """The error for a model without a known block.
+
+    Args:
+        seen: what a run has shown instead, or how to make one.
+    """
+    cls = type(model)
+    block = _repeated_class(model)
+    twin = timm_twin(cls)
+    return UnknownModelError(
+        f"found no transformer block in {cls.__name__}.\n{seen}\n"
+        + (f"{twin}\n" if twin else "")
+        + f"Known without a run: {'; '.join(families())}.\n"
+        + (f"The class to teach may be {block}, which is repeated in it.\n" if block else "")
+        + "Teach it a class whose blocks a run does not show, with the adds of its forward in order:\n"
+        "    from wellposed.anatomy import Add, BlockRow, after, taps, teach, verify\n"
+        "    teach(MyBlock, BlockRow('mine', adds=(Add('attention', skip='x'), Add('ffn', skip='x')),\n"
+        "                            taps=taps(attention=after('attn'), mlp='mlp', last_linear='mlp.fc2')))\n"
+        "    verify(model, images)"
+    )
+
+
+def timm_twin(cls: type) -> str:
+    """In words, what timm has of the same kind as a class of another library or one's own; empty if nothing.
+
+    >>> class DinoVisionTransformer: pass
+    >>> timm_twin(DinoVisionTransformer).partition(";")[0]
+    'timm has models of this kind in timm.models.vision_transformer'
+    """
+    import timm  # this is for an error: nothing else here needs it
+
+    library, *inside = cls.__module__.split(".")
+    if library == "timm":
+        return ""
+    own = cls.__name__.casefold()
+    homes = {
+        name.casefold(): made.__module__.rpartition(".")[2]
+        for name, made in vars(timm.models).items()
+        if isinstance(made, type) and issubclass(made, nn.Module)
+    }
+    alike = [name for name in homes if own == name or (len(name) > 8 and own.endswith(name))]
+    home = homes[max(alike, key=len)] if alike else None
+    if home is None and library in ("transformers", "torchvision") and inside[1:]:
+        there = timm.list_modules()
+        home = next((m for m in there if m == inside[1] or m.startswith(f"{inside[1]}_")), None)
+    names = [name for name in timm.list_models(module=home) if not name.startswith("test_")] if home else []
+    if not names:
+        return ""
+    return f"timm has models of this kind in timm.models.{home}; try one, such as {min(names, key=len)}."
+
+
+def _repeated_class(model: nn.Module) -> str:
+    """The class of parts that are repeated most in lists of a model's modules; empty if there is none."""
+    counts: dict[str, int] = {}
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            for child in module:
+                name, home = type(child).__name__, type(child).__module__
+                if next(child.children(), None) is not None and not home.startswith("torch."):
+                    counts[name] = counts.get(name, 0) + 1
+    most = max(counts, key=lambda each: counts[each], default="")
+    return most if counts.get(most, 0) > 1 else ""
+
+
 def refusal(found: list[Block]) -> SeamError:
     """The error for blocks that were seen and can be neither edited nor measured."""
     reasons = {type(block.module): block.row.refused for block in found}
@@ -157,7 +244,10 @@ def _known(model: nn.Module, *, ran: bool = False) -> tuple[_Rows, list[nn.Modul
     rows: _Rows = []
     others: list[nn.Module] = []
     splitters: dict[str, str] = {}
+    edits = of_edits(model)
     for name, module in model.named_modules():
+        if id(module) in edits:
+            continue
         remember_loops(module)
         row = block_row(module) or proven_row(module)
         if row is not None and any(_shares_joins(outer, name, module) for outer in rows):

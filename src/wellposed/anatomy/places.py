@@ -5,12 +5,13 @@ nothing else: it holds no block, and adds no positions and puts no class token i
 """
 
 import math
+from typing import Literal
 
 from torch import nn
 
-from wellposed.anatomy.flow import FUSED, Flow, Residual
-from wellposed.anatomy.rows import EmbeddingRow, Layout, Role, Tap, Taps, after, before, no_taps
+from wellposed.anatomy.flow import FUSED, JOINED, Flow, Residual
 from wellposed.anatomy.subclass import inner, is_adapted, unmarked_class
+from wellposed.anatomy.table import EmbeddingRow, Layout, Role, Tap, Taps, after, before, no_taps
 from wellposed.anatomy.trace import ADDS, Call, Op
 
 ONE_TOKEN = "it updates the class token alone, and the mean of one token is that token"
@@ -180,11 +181,9 @@ class Places:
             # Attention without its output projection, which comes in a later module.
             later = [i for i in range(first + 1, len(calls)) if any(calls[i].holds(n) for n in weighted)]
             first = later[0] if later else first
-        last = self._last_of(calls[first])  # to a Sequential no operation can be added
-        ends = [("after", last, last.results[0])]
-        later_ones = [self._first_of(c) for c in calls[first + 1 :]]
-        ends += [("before", c, c.arguments[0][1]) for c in later_ones if c.arguments]
-        taps = [self._tap(side, call) for side, call, value in ends if self._is_whole(value, residual)]
+        innermost = self.flow.trace.innermost
+        taps = [self._tap("after", innermost(calls[first], -1), residual)]
+        taps += [self._tap("before", innermost(call, 0), residual) for call in calls[first + 1 :]]
         self.attention_ends = [tap for tap in taps if tap]
         if self.attention_ends:
             return self.attention_ends[0]
@@ -200,11 +199,11 @@ class Places:
         if not calls or not weighted:
             why = "its FFN is computed in its own forward, by no module"
             return why, why, why
-        first, final = self._first_of(calls[0]), self._last_of(calls[-1])
-        given = first.arguments[0][1] if first.arguments else None
-        start = self._tap("before", first) if given is not None and self._is_whole(given, residual) else None
-        end = self._tap("after", final) if self._is_whole(final.results[0], residual) else None
-        return start or _NOT_WHOLE, self._middle(weighted[-1], residual), end or _NOT_WHOLE
+        first = self.flow.trace.innermost(calls[0], 0)
+        final = self.flow.trace.innermost(calls[-1], -1)
+        start = self._tap("before", first, residual) or _NOT_WHOLE
+        end = self._tap("after", final, residual) or _NOT_WHOLE
+        return start, self._middle(weighted[-1], residual), end
 
     def _middle(self, last: Op, residual: Residual) -> Tap | str:
         call = last.call
@@ -213,22 +212,7 @@ class Places:
         weight = None if call is None else getattr(inner(call.module), "weight", None)
         if call is None or not isinstance(weight, nn.Parameter):
             return "its last product with weights is no module of its own"
-        if not self._is_whole(call.arguments[0][1], residual):
-            return _NOT_WHOLE
-        return self._tap("before", call) or _NOT_WHOLE
-
-    def _first_of(self, call: Call) -> Call:
-        while isinstance(call.module, nn.Sequential) and (inner := self._in(call)):
-            call = inner[0]
-        return call
-
-    def _last_of(self, call: Call) -> Call:
-        while isinstance(call.module, nn.Sequential) and (inner := self._in(call)):
-            call = inner[-1]
-        return call
-
-    def _in(self, call: Call) -> list[Call]:
-        return [c for c in self.calls if c.parent is call]
+        return self._tap("before", call, residual) or _NOT_WHOLE
 
     def _is_whole(self, value: int, residual: Residual) -> bool:
         """Whether a tensor holds the tokens of whole images, and all of those that the skip holds."""
@@ -250,14 +234,14 @@ class Places:
             return self.layout if self.layout in ("NHWC", "NCHW") else "NHWC"
         return "NHWC" if axis == len(shape) - 1 else "NCHW"
 
-    def _tap(self, side: str, call: Call) -> Tap | None:
-        """A tap at a module of the block that runs once in it."""
+    def _tap(self, side: Literal["before", "after"], call: Call, residual: Residual) -> Tap | None:
+        """A tap at a module of the block that runs once in it and sees whole images there."""
         path = self.paths.get(id(call.module))
-        if not path or id(call.module) in self.twice:
+        values = [value for _, value in call.arguments] if side == "before" else list(call.results)
+        if not path or id(call.module) in self.twice or not values or not self._is_whole(values[0], residual):
             return None
-        layout = self._layout_of(call.arguments[0][1] if side == "before" else call.results[0])
-        make = before if side == "before" else after
-        return make(path, layout=None if layout == self.layout else layout)
+        layout = self._layout_of(values[0])
+        return Tap(side, (path,), None if layout == self.layout else layout)
 
 
 def _is_of_adapter(call: Call) -> bool:
@@ -266,7 +250,6 @@ def _is_of_adapter(call: Call) -> bool:
     return parent is not None and any(is_adapted(one.module) for one in (parent, parent.parent) if one)
 
 
-_FRONT = frozenset({"cat", "concat", "concatenate"})
 _NO_CONVOLUTION = "it makes tokens without a convolution over the pixels"
 _OF_FRAMES = "its patches are of several frames, and graying of pixels is of single images"
 
@@ -294,7 +277,7 @@ def _row(model: nn.Module, flow: Flow, first: Op, blocks: set[int], batch: int) 
     if call is None or first.call is None:
         return None
     paths = {id(module): path for path, module in model.named_modules()}
-    inner = _last_within(flow, call)
+    inner = flow.trace.innermost(call, -1)
     layout = _layout_of_tokens(flow, first, call.results[0], batch)
     if layout is None or not paths.get(id(inner.module)):
         return None
@@ -341,16 +324,10 @@ def _embeds_alone(flow: Flow, call: Call, first: Op, blocks: set[int]) -> bool:
     reached = set(first.outputs)
     for op in flow.trace.ops[first.index + 1 : call.end]:
         if any(value in reached for value in op.inputs):
-            if op.name in ADDS or op.name in _FRONT:
+            if op.name in ADDS or op.name in JOINED:
                 return False
             reached.update(op.outputs)
     return call.results[0] in reached
-
-
-def _last_within(flow: Flow, call: Call) -> Call:
-    while isinstance(call.module, nn.Sequential):
-        call = [other for other in flow.trace.calls if other.parent is call][-1]
-    return call
 
 
 def _layout_of_tokens(flow: Flow, first: Op, result: int, batch: int) -> Layout | None:
@@ -360,16 +337,8 @@ def _layout_of_tokens(flow: Flow, first: Op, result: int, batch: int) -> Layout 
         return None
     start = first.outputs[0]
     axes = {start: 1 if flow.is_convolution(first) else len(flow.shape(start)) - 1}
-    for op in flow.trace.ops[first.index + 1 :]:
-        value = next((v for v in op.inputs if v in axes), None)
-        if value is None:
-            continue
-        for out in op.outputs:
-            axis = flow.moved(op, axes[value], flow.shape(value), flow.shape(out))
-            if axis is not None:
-                axes.setdefault(out, axis)
-        if result in axes:
-            break
+    maker = flow.trace.values[result].maker or 0
+    flow.follow(axes, flow.trace.ops[first.index + 1 : maker + 1])
     axis = axes.get(result)
     if axis is None or (len(shape) == 3 and axis != 2):
         return None

@@ -16,7 +16,7 @@ import types
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -29,7 +29,6 @@ from wellposed.anatomy.find import Found, add_places, find_blocks, refused_row, 
 from wellposed.anatomy.flow import Flow
 from wellposed.anatomy.loops import Loop, encoder_of, loop_at, looped_class, open_loops, opened, remember
 from wellposed.anatomy.places import find_embeddings
-from wellposed.anatomy.rows import Add, BlockRow, EmbeddingRow, Position, Site, Tap
 from wellposed.anatomy.seam import block_joins, is_seamed, join_name, joins, opened_seams
 from wellposed.anatomy.source import wrapped_functions
 from wellposed.anatomy.subclass import (
@@ -39,7 +38,8 @@ from wellposed.anatomy.subclass import (
     own_class_of,
     set_class,
 )
-from wellposed.anatomy.trace import removing, trace, without_fast_path
+from wellposed.anatomy.table import Add, BlockRow, EmbeddingRow, Position, Site, Tap
+from wellposed.anatomy.trace import Trace, removing, trace, without_fast_path
 from wellposed.errors import SeamError
 
 INSERTED = ("inserted_before", "inserted_after", "inserted_query")
@@ -63,21 +63,22 @@ class Proofs:
         self.tested: dict[str, list[str]] = {}
 
     def to_json(self) -> dict[str, Any]:
-        rows = {key: asdict(row) for key, row in self.rows.items()}
-        for row in rows.values():
-            row["taps"] = {position: tap for position, tap in row["taps"]}
+        """All of it, as data: what is at its default is left out, and blocks that have one row share it."""
+        keys: dict[BlockRow, list[str]] = {}
+        for key, row in sorted(self.rows.items()):
+            keys.setdefault(row, []).append(key)
         return {
             "tested": self.tested,
             "classes": sorted(self.classes),
-            "loops": {key: [asdict(loop) for loop in loops] for key, loops in sorted(self.loops.items())},
-            "embeddings": {
-                key: [asdict(row) for row in rows] for key, rows in sorted(self.embeddings.items()) if rows
-            },
+            "loops": {key: _data(loops) for key, loops in sorted(self.loops.items())},
+            "embeddings": {key: _data(rows) for key, rows in sorted(self.embeddings.items()) if rows},
             "splitters": dict(sorted(self.splitters.items())),
             "quiet": sorted(self.quiet),
             "unreached": sorted(self.unreached),
             "queries": dict(sorted(self.queries.items())),
-            "rows": dict(sorted(rows.items())),
+            "rows": {
+                " ".join(alike): _data(row) | {"taps": _data(dict(row.taps))} for row, alike in keys.items()
+            },
         }
 
     def load(self, data: dict[str, Any]) -> None:
@@ -98,7 +99,7 @@ class Proofs:
         self.quiet |= set(data["quiet"])
         self.unreached |= set(data["unreached"])
         self.queries |= data["queries"]
-        for key, row in data["rows"].items():
+        for keys, row in data["rows"].items():
             adds = tuple(Add(**add | {"site": Site(**add["site"])}) for add in row["adds"])
             if unknown := set(row["taps"]) - set(get_args(Position)):
                 raise ValueError(f"expected the positions of a block, got {', '.join(sorted(unknown))}.")
@@ -106,14 +107,24 @@ class Proofs:
                 (position, tap if isinstance(tap, str) else _tap(tap))
                 for position, tap in row["taps"].items()
             )
-            tuples = {"adds": adds, "taps": taps, "substitutions": (), "unchained": tuple(row["unchained"])}
-            self.add(key, BlockRow(**row | tuples))
+            tuples = {"adds": adds, "taps": taps, "unchained": tuple(row.get("unchained", ()))}
+            for key in keys.split():
+                self.add(key, BlockRow(**row | tuples))
 
     def add(self, key: str, row: BlockRow) -> None:
         """Remember a row. One that is known stays, but for what only a causal mask would show."""
         known = self.rows.get(key, row)
         kept = row if known.refused or known.pieces else known
         self.rows[key] = replace(kept, causal=kept.causal if kept.causal == row.causal else None)
+
+
+def _data(x: Any) -> Any:
+    if is_dataclass(x):
+        given = {each.name: getattr(x, each.name) for each in fields(x)}
+        return {each.name: _data(given[each.name]) for each in fields(x) if given[each.name] != each.default}
+    if isinstance(x, dict):
+        return {key: _data(value) for key, value in x.items()}
+    return [_data(each) for each in x] if isinstance(x, tuple) else x
 
 
 def _tap(data: dict[str, Any]) -> Tap:
@@ -135,16 +146,14 @@ def proven_row(module: nn.Module) -> BlockRow | None:
     known = proofs()
     if encoder_of(module) is not None:
         return known.rows.get(block_signature(module))
-    if not _may_add(own_class(module)) or _class_key(own_class(module)) not in known.classes:
-        return None
-    return known.rows.get(block_signature(module))
+    return known.rows.get(block_signature(module)) if _key(module) in known.classes else None
 
 
 def remember_loops(module: nn.Module) -> None:
     """Note which layers stand in loops of a module, if it is of a class that was seen to have some."""
     loops = open_loops(module)
-    if not loops and proofs().loops and _may_add(own_class(module)):
-        loops = proofs().loops.get(_class_key(own_class(module)), ())
+    if not loops and proofs().loops:
+        loops = proofs().loops.get(_key(module), ())
     with suppress(AttributeError):  # built otherwise than the one that was run
         remember(module, loops)
 
@@ -154,7 +163,7 @@ def splits_images(module: nn.Module) -> str | None:
 
     None of a module that was not seen to cut any.
     """
-    return proofs().splitters.get(_setting_key(module)) if _may_add(own_class(module)) else None
+    return proofs().splitters.get(_setting_key(module)) if _key(module) else None
 
 
 def proven_embeddings(module: nn.Module) -> tuple[EmbeddingRow, ...]:
@@ -167,9 +176,8 @@ def is_quiet(module: nn.Module, *, ran: bool) -> bool:
 
     With ``ran=False`` it is enough that a model with such a module was run, whether that reached it or not.
     """
-    cls = own_class(module)
-    known = proofs().quiet if ran else proofs().quiet | proofs().unreached
-    return not _may_add(cls) or _class_key(cls) in known
+    key = _key(module)
+    return not key or key in proofs().quiet or (not ran and key in proofs().unreached)
 
 
 def prove(model: nn.Module, example: Example) -> str:
@@ -215,7 +223,7 @@ def _proven(model: nn.Module, example: Example, flow: Flow, output: Any) -> list
     joins_ran = _run_seamed(model, usable, example, output)
     ran = Counter(id(call.module) for call in flow.trace.calls)
     found = [_as_run(block, ran[id(block.module)], joins_ran) for block in found]
-    return _with_images_first(model, found, example)
+    return _with_images_first(model, found, example, flow)
 
 
 def _remember(model: nn.Module, example: Example, flow: Flow, found: list[Found]) -> None:
@@ -230,9 +238,8 @@ def _remember(model: nn.Module, example: Example, flow: Flow, found: list[Found]
     within |= {id(block.splitter) for block in found}  # with other settings it may cut otherwise
     ran = {id(call.module) for call in flow.trace.calls}
     for module in model.modules():
-        if id(module) not in within and _may_add(own_class(module)):
-            seen_as = proofs().quiet if id(module) in ran else proofs().unreached
-            seen_as.add(_class_key(own_class(module)))
+        if id(module) not in within and (key := _key(module)):
+            (proofs().quiet if id(module) in ran else proofs().unreached).add(key)
 
 
 def _as_run(block: Found, ran: int, joins_ran: dict[str, int]) -> Found:
@@ -245,7 +252,7 @@ def _as_run(block: Found, ran: int, joins_ran: dict[str, int]) -> Found:
     return replace(block, row=refused_row(block.module, reason))
 
 
-def _with_images_first(model: nn.Module, found: list[Found], example: Example) -> list[Found]:
+def _with_images_first(model: nn.Module, found: list[Found], example: Example, flow: Flow) -> list[Found]:
     """Blocks that see images in pieces, if they see those of the first image first; else refused.
 
     Shown by a run on another image behind the example's.
@@ -253,7 +260,8 @@ def _with_images_first(model: nn.Module, found: list[Found], example: Example) -
     inside = [block for block in found if block.row.pieces]
     if not inside:
         return found
-    alone, among = (_streams(model, inside, one) for one in (example, example.and_another()))
+    alone = _streams(flow.trace, inside)
+    among = _streams(trace(model, example.and_another().run), inside)
     mixed = {
         id(block.module)
         for block, one, several in zip(inside, alone, among, strict=True)
@@ -268,21 +276,11 @@ def _with_images_first(model: nn.Module, found: list[Found], example: Example) -
 _MIXED = "it sees pieces of images, and which of them are of one image could not be told"
 
 
-def _streams(model: nn.Module, found: list[Found], example: Example) -> list[Tensor | None]:
+def _streams(run: Trace, found: list[Found]) -> list[Tensor | None]:
     """The tokens that each block sees in its first call."""
-    seen: dict[int, Tensor] = {}
-    handles: list[Any] = []
-
-    def see(module: nn.Module, args: Any, kwargs: Any, place: int = 0) -> None:
-        seen.setdefault(id(module), [*args, *kwargs.values()][place].detach().clone())
-
-    with removing(handles):
-        for block in found:
-            hook = functools.partial(see, place=block.row.stream)
-            handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
-        with torch.no_grad(), without_fast_path():
-            example.run(model)
-    return [seen.get(id(block.module)) for block in found]
+    calls = {id(call.module): call for call in reversed(run.calls)}
+    tokens = [(calls.get(id(block.module)), block.row.stream) for block in found]
+    return [run.values[call.argument(place)].tensor if call else None for call, place in tokens]
 
 
 def _starts_with(several: Tensor, one: Tensor) -> bool:
@@ -348,6 +346,20 @@ def as_built(model: nn.Module) -> Iterator[None]:
             module.__class__ = cls
 
 
+def of_edits(model: nn.Module) -> set[int]:
+    """The ids of what edits have put into a model: operations, joins, edits of weights."""
+    found: set[int] = set()
+    for module in model.modules():
+        names = [
+            *INSERTED,
+            *map(child_name, edited_weights(module)),
+            *(join_name(j.name) for j in joins(module)),
+        ]
+        children = [module._modules[name] for name in names if name in module._modules]
+        found |= {id(part) for child in children if child is not None for part in child.modules()}
+    return found
+
+
 def own_class(module: nn.Module) -> Any:
     """The class that a module was made of: without marks and seams, and without what shards it."""
     for cls in type(module).__mro__:
@@ -372,6 +384,12 @@ def version_of(cls: Any) -> str:
     return f" ({library} {version} is installed{known})"
 
 
+def _key(module: nn.Module) -> str:
+    """Of a module's class and its source; empty for one of torch.nn, which adds no skips."""
+    cls = own_class(module)
+    return _class_key(cls) if _may_add(cls) else ""
+
+
 def _may_add(cls: Any) -> bool:
     return not cls.__module__.startswith("torch.nn.")
 
@@ -384,11 +402,9 @@ def block_signature(block: nn.Module) -> str:
     """Of a block's structure: the classes in it with their sources, and the settings that lead their way."""
     encoder = encoder_of(block)  # of a layer without a forward of its own
     parts: list[Any] = [] if encoder is None else [_class_key(own_class(encoder)), _settings(encoder)]
-    edits = {
-        id(module._modules[child_name(name)]) for module in block.modules() for name in edited_weights(module)
-    }
+    edits = of_edits(block)
     for path, module in block.named_modules():
-        if any(name in path for name in INSERTED) or ".join_" in f".{path}" or id(module) in edits:
+        if id(module) in edits:
             continue
         if not _has_tensors(module) and not any(True for _ in module.children()):
             parts.append(path)  # an activation, a dropout: which one does not matter

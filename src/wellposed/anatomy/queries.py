@@ -8,11 +8,12 @@ that is zero at initialisation would not be seen.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,20 +26,17 @@ from wellposed.anatomy.cores import (
     TALKING,
     UNSEEN,
     Core,
-    Finished,
     HeadChannels,
     Heads,
     Reach,
-    Seen,
     at_least_float32,
-    watching_cores,
+    cores,
 )
 from wellposed.anatomy.example import LIBRARIES, Example, eagerly, examples_of, preserved
 from wellposed.anatomy.loops import close_loop, encoder_of, open_loop
 from wellposed.anatomy.model import Block
-from wellposed.anatomy.projections import HEAD_COUNTS
 from wellposed.anatomy.proof import as_built, block_signature, own_class, proofs
-from wellposed.anatomy.trace import removing
+from wellposed.anatomy.trace import Call, Trace, removing, trace
 from wellposed.interrupts import let_through
 
 BIASED = (
@@ -50,6 +48,9 @@ NO_CORE = f"no softmax over tokens and product with values was seen in it; {INST
 _GIVE_EXAMPLE = "it takes a run of the model to find its query: give an input as example="
 _META = "it is on the meta device, where no run can find its query; edit it on another device"
 
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "h")
+"""What modules call the number of their heads."""
+
 
 @dataclass(frozen=True)
 class FoundQuery:
@@ -57,6 +58,59 @@ class FoundQuery:
 
     path: str
     channels: HeadChannels
+
+
+_T = TypeVar("_T")
+
+
+class Memory(Generic[_T]):
+    """What a run has shown of blocks: of a library's by their kind, of others by themselves.
+
+    A model of one's own may give its blocks a bias from outside, each another one.
+
+    Args:
+        kinds: what is known of kinds.
+    """
+
+    def __init__(self, kinds: Callable[[], dict[str, _T]]) -> None:
+        self._kinds = kinds
+        self._own: WeakKeyDictionary[nn.Module, _T] = WeakKeyDictionary()
+
+    def of(self, block: nn.Module) -> _T | None:
+        return self._kinds().get(_kind(block)) if is_of_library(block) else self._own.get(block)
+
+    def run(
+        self,
+        model: nn.Module,
+        wanted: list[Block],
+        example: Any,
+        see: Callable[[Block, tuple[Any, ...], dict[str, Any]], _T],
+    ) -> bool:
+        """Run the model up to the first block of each kind and remember what its call shows.
+
+        Returns whether there was no run, as the model is on the meta device or there is no example.
+        """
+        if any(parameter.is_meta for parameter in model.parameters()):
+            return True
+        runs = examples_of(model, example)
+        if not runs:
+            return True
+        with preserved(model), eagerly(), as_built(model), torch.inference_mode(False), torch.no_grad():
+            model.eval()
+            for block in wanted:
+                open_loop(block.module)
+            for _, part, one in runs:
+                for block, args, kwargs in _calls(part, {_key(block): block for block in wanted}, one):
+                    if is_of_library(block.module):
+                        self._kinds()[_key(block)] = see(block, args, kwargs)
+                    else:
+                        self._own[block.module] = see(block, args, kwargs)
+            for block in wanted:
+                close_loop(block.module)
+        return False
+
+
+_QUERIES: Memory[dict[str, Any]] = Memory(lambda: proofs().queries)
 
 
 def find_queries(model: nn.Module, found: list[Block], example: Any = None) -> dict[int, FoundQuery | str]:
@@ -76,55 +130,19 @@ def find_queries(model: nn.Module, found: list[Block], example: Any = None) -> d
 _NOT_REACHED = "the example did not reach it, so that it is not known where its query is"
 
 
-_OF_OWN: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
-"""What was found of blocks of no library: a model of one's own may give them a bias from outside."""
-
-
 def known_query(block: nn.Module) -> FoundQuery | str | None:
     """What a run has shown of such a block, None where there was none."""
-    row = proofs().queries.get(_kind(block)) if is_of_library(block) else _OF_OWN.get(block)
+    row = _QUERIES.of(block)
     if row is None or "refused" in row:
         return None if row is None else row["refused"]
-    return _scaled(row, block)
+    return _recalled(row, block)
 
 
 def _proven_by_runs(model: nn.Module, missing: list[Block], example: Any) -> str:
     """Find the queries of some blocks and remember them. Returns why there was no run, if there was none."""
-
-    def remember(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        row = _row(block, args, kwargs)
-        if is_of_library(block.module):
-            proofs().queries[kind_key(block)] = row
-        else:
-            _OF_OWN[block.module] = row
-
-    if not see_calls(model, missing, example, remember):
+    if not _QUERIES.run(model, missing, example, _row):
         return ""
     return _META if any(parameter.is_meta for parameter in model.parameters()) else _GIVE_EXAMPLE
-
-
-def see_calls(
-    model: nn.Module, wanted: list[Block], example: Any, see: Callable[[Block, Any, dict[str, Any]], None]
-) -> bool:
-    """Run the model up to the first block of each kind and show its arguments.
-
-    Returns whether there was no run, as the model is on the meta device or there is no example.
-    """
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return True
-    runs = examples_of(model, example)
-    if not runs:
-        return True
-    with preserved(model), eagerly(), as_built(model), torch.inference_mode(False), torch.no_grad():
-        model.eval()
-        for block in wanted:
-            open_loop(block.module)
-        for _, part, one in runs:
-            for block, args, kwargs in _calls(part, {kind_key(block): block for block in wanted}, one):
-                see(block, args, kwargs)
-        for block in wanted:
-            close_loop(block.module)
-    return False
 
 
 def is_of_library(block: nn.Module) -> bool:
@@ -133,7 +151,7 @@ def is_of_library(block: nn.Module) -> bool:
     return own_class(block).__module__.partition(".")[0] in (*LIBRARIES, "torch")
 
 
-def kind_key(block: Block) -> str:
+def _key(block: Block) -> str:
     """One for all blocks of a kind; of one's own blocks each has its own."""
     return _kind(block.module) if is_of_library(block.module) else block.name
 
@@ -192,7 +210,7 @@ def _with_learned_noise(model: nn.Module, calls: list[_Call], example: Example) 
 
     A mask that hides nothing is zero too, but made of no parameter.
     """
-    zero = {kind_key(block): block for block, *given in calls if any(map(_is_zero, tree_leaves(given)))}
+    zero = {_key(block): block for block, *given in calls if any(map(_is_zero, tree_leaves(given)))}
     if not zero:
         return calls
     learned: dict[str, list[bool]] = {}
@@ -212,7 +230,7 @@ def _with_learned_noise(model: nn.Module, calls: list[_Call], example: Example) 
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-    return [(block, *_noised(args, kwargs, learned.get(kind_key(block)))) for block, args, kwargs in calls]
+    return [(block, *_noised(args, kwargs, learned.get(_key(block)))) for block, args, kwargs in calls]
 
 
 def _noised(args: Any, kwargs: Any, learned: list[bool] | None) -> tuple[Any, dict[str, Any]]:
@@ -237,21 +255,25 @@ def _row(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
         return {"refused": f"a copy of it with random weights could not be run: {error}"}
     if isinstance(found, str):
         return {"refused": found}
-    return _relative(found, block.module, twin.size)
+    return _remembered(found, block.module)
 
 
 class Twin:
     """A copy of a block with random weights, and one call of it."""
 
     def __init__(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.size = 0
         self.given: list[Tensor] = []
         self.module = _randomised(copy.deepcopy(block.module))
         self.args, self.kwargs = tree_map_only(Tensor, at_least_float32, (args, kwargs))
-        attention = _attention_path(block)
-        self.attention = self.module.get_submodule(attention) if attention is not None else None
+        try:
+            attention = block.attention()[1]
+        except ValueError:
+            attention = None
+        paths = {id(module): path for path, module in block.module.named_modules()}
+        path = paths.get(id(attention))
+        self.attention = None if path is None else self.module.get_submodule(path)
 
-    def run(self, *, gradients: bool = False) -> Seen:
+    def run(self, *, gradients: bool = False) -> Trace:
         args, kwargs = copy.deepcopy((self.args, self.kwargs))
         if gradients:
             self.given = [x for x in tree_leaves((args, kwargs)) if _is_floating(x)]
@@ -260,18 +282,7 @@ class Twin:
             # A leaf cannot be changed in place, its copy can.
             with torch.enable_grad():
                 args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
-        with torch.set_grad_enabled(gradients), watching_cores(self.module) as seen:
-            self.module(*args, **kwargs)
-        return seen
-
-
-def _attention_path(block: Block) -> str | None:
-    """The path of the attention module in its block."""
-    try:
-        module = block.attention()[1]
-    except ValueError:
-        return None
-    return next((path for path, one in block.module.named_modules() if one is module), None)
+        return trace(self.module, lambda block: block(*args, **kwargs), gradients=gradients)
 
 
 def _randomised(block: nn.Module) -> nn.Module:
@@ -292,85 +303,81 @@ def _randomised(block: nn.Module) -> nn.Module:
     return block
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
 def _found(twin: Twin) -> FoundQuery | str:
     """The query of a block's self-attention, proven, or why it cannot be used."""
-    seen = twin.run(gradients=True)
+    run = twin.run(gradients=True)
+    seen = cores(run)
     number, trouble = _only_core(seen, twin.attention)
     if trouble:
         return trouble
-    core = seen.cores[number]
+    core = seen[number]
     if core.p.shape[-2] < 2:
         return CLASS
+    paths = {id(module): path for path, module in twin.module.named_modules()}
     if core.is_packed:
-        return _packed(twin, core)
+        return _packed(core, paths)
     trouble = UNSEEN
-    for one in _candidates(seen, core):
+    for call in _candidates(run, core):
+        result = run.values[call.results[0]].tensor
         with torch.enable_grad():
-            heads = Reach(core, one.result, twin.given).heads()
+            heads = Reach(core, result, twin.given).heads()
         if isinstance(heads, str):
             trouble = heads if trouble == UNSEEN else trouble
-        elif _is_uniform(twin, seen, number, one, heads):
-            twin.size = one.result.shape[heads.channels.axis]
-            return FoundQuery(one.path, heads.channels)
+        elif _is_uniform(twin, seen, number, call.module, heads):
+            return FoundQuery(paths[id(call.module)], heads.channels)
         else:
             trouble = BIASED
     return trouble
 
 
-def _packed(twin: Twin, core: Core) -> FoundQuery | str:
+def _packed(core: Core, paths: dict[int, str]) -> FoundQuery | str:
     """The queries of nn.MultiheadAttention, which come first in its packed weight."""
-    path, module = next((p, m) for p, m in twin.module.named_modules() if id(m) == core.within[-1])
+    module = core.call.module if core.call else None
     if not isinstance(module, nn.MultiheadAttention):
         return UNSEEN
     if core.bias is not None and not bool(((core.bias == 0) | (core.bias < -HIDDEN)).all()):
         return BIASED
-    width = module.embed_dim // module.num_heads
-    twin.size = 3 * module.embed_dim
-    return FoundQuery(path, HeadChannels(module.num_heads, -1, 0, width, width))
+    return FoundQuery(paths[id(module)], HeadChannels(module.num_heads, span=(1, 3)))
 
 
-def _only_core(seen: Seen, attention: nn.Module | None) -> tuple[int, str]:
+def _only_core(seen: list[Core], attention: nn.Module | None) -> tuple[int, str]:
     """The number of the attention that is the block's own, and why there is no such one."""
-    numbers = list(range(len(seen.cores)))
+    numbers = list(range(len(seen)))
     if len(numbers) > 1 and attention is not None:
-        numbers = [n for n in numbers if id(attention) in seen.cores[n].within]
+        numbers = [n for n in numbers if seen[n].is_within(attention)]
     if not numbers:
         return -1, NO_CORE
     if len(numbers) > 1:
         return -1, f"it attends {len(numbers)} times, and it is not known which one is meant; {INSTEAD}"
-    if seen.cores[numbers[0]].is_mixed:
+    if seen[numbers[0]].is_mixed:
         return -1, TALKING
     return numbers[0], ""
 
 
-def _candidates(seen: Seen, core: Core) -> Iterator[Finished]:
-    """Modules that ran once before queries and keys met, the last ones first."""
-    for one in reversed(seen.finished[: core.before]):
-        is_list = isinstance(one.module, nn.Sequential | nn.ModuleList)
-        if one.path and not is_list and seen.ran[id(one.module)] == 1 and one.result.requires_grad:
-            yield one
+def _candidates(run: Trace, core: Core) -> Iterator[Call]:
+    """Calls of modules that ran once, ended before queries and keys met; the last ones first."""
+    ran = Counter(id(call.module) for call in run.calls)
+    for call in reversed(run.ended):
+        is_list = isinstance(call.module, nn.Sequential | nn.ModuleList)
+        if call.parent is None or call.end > core.met or is_list or ran[id(call.module)] > 1:
+            continue
+        if call.returns_tensor and run.values[call.results[0]].tensor.requires_grad:
+            yield call
 
 
-def _is_uniform(twin: Twin, plain: Seen, number: int, one: Finished, heads: Heads) -> bool:
+def _is_uniform(twin: Twin, plain: list[Core], number: int, module: nn.Module, heads: Heads) -> bool:
     """Whether zeros in the channels of a head make its weights uniform, and change nothing else."""
-    module = twin.module.get_submodule(one.path)
-    before = plain.cores[number]
-    last = heads.channels.heads - 1
-    for head in {0, last}:
+    for head in {0, heads.channels.heads - 1}:
 
         def cut(_: Any, args: Any, output: Tensor, head: int = head) -> Tensor:
             return heads.channels.zeroed(output, [head])
 
         handle = module.register_forward_hook(cut)
         try:
-            seen = twin.run()
+            seen = cores(twin.run())
         finally:
             handle.remove()
-        if len(seen.cores) != len(plain.cores) or not _is_as_claimed(before, seen.cores[number], heads, head):
+        if len(seen) != len(plain) or not _is_as_claimed(plain[number], seen[number], heads, head):
             return False
     return True
 
@@ -392,91 +399,41 @@ def _is_as_claimed(before: Core, after: Core, heads: Heads, head: int) -> bool:
     return same and torch.allclose(after.p, expected.to(after.p.dtype), rtol=1e-5, atol=1e-7)
 
 
-def _relative(found: FoundQuery, block: nn.Module, size: int) -> dict[str, Any]:
-    """A query without its sizes, as far as they are known from the block itself."""
+def _remembered(found: FoundQuery, block: nn.Module) -> dict[str, Any]:
+    """What is remembered of a query. It serves blocks of other sizes that say how many heads they have."""
     channels = found.channels
-    owner, attribute = _count_of_heads(block, found)
-    parts = None
-    if channels.step is not None and not (channels.axis != -1 and (channels.step, channels.width) == (1, 1)):
-        assert channels.width is not None
-        parts = [
-            [f.numerator, f.denominator]
-            for f in (
-                Fraction(channels.start, size),
-                Fraction(channels.step * channels.heads, size),
-                Fraction(channels.width, channels.step),
-            )
-        ]
+    heads = _says_heads(block, found) or channels.heads
     return {
         "path": found.path,
         "axis": channels.axis,
-        "parts": parts,
-        "heads": f"{owner}:{attribute}" if attribute else "",
-        "shapes": _shapes(block, found.path),
-        "exact": None if attribute else _exact(block, found),
+        "parts": [list(part) for part in (channels.start, channels.span, channels.width)],
+        "heads": heads,
+        "sizes": _sizes(block, found.path, heads),
     }
 
 
-def _exact(block: nn.Module, found: FoundQuery) -> dict[str, Any]:
-    """The numbers themselves, for a block that does not say how many heads it has."""
-    channels = found.channels
-    return {
-        "numbers": [channels.heads, channels.start, channels.step, channels.width],
-        "sizes": [list(parameter.shape) for parameter in block.parameters()],
-    }
-
-
-def _scaled(row: dict[str, Any], block: nn.Module) -> FoundQuery | None:
-    """A remembered query in a block of another size, None where its proportions are others."""
-    if row["exact"] is not None:
-        if row["exact"]["sizes"] != [list(parameter.shape) for parameter in block.parameters()]:
-            return None
-        heads, start, step, width = row["exact"]["numbers"]
-        return FoundQuery(row["path"], HeadChannels(heads, row["axis"], start, step, width))
-    if row["shapes"] != _shapes(block, row["path"]):
+def _recalled(row: dict[str, Any], block: nn.Module) -> FoundQuery | None:
+    """A remembered query, None in a block whose proportions are others."""
+    heads = row["heads"]
+    if row["sizes"] != _sizes(block, row["path"], heads):
         return None
-    owner, _, attribute = row["heads"].partition(":")
-    heads = _attribute(block.get_submodule(owner), attribute)
-    if not isinstance(heads, int):
-        return None
-    if row["parts"] is None:
-        return FoundQuery(row["path"], HeadChannels(heads, row["axis"], 0, 1, 1))
-    size = _outputs(block.get_submodule(row["path"]))
-    if size is None:
-        return None
-    start, span, width = (Fraction(*part) for part in row["parts"])
-    step = span * size / heads
-    if any(x.denominator != 1 for x in (start * size, step, step * width)):
-        return None
-    channels = HeadChannels(heads, row["axis"], int(start * size), int(step), int(step * width))
-    return FoundQuery(row["path"], channels)
+    if isinstance(heads, str):
+        owner, _, attribute = heads.partition(":")
+        heads = _attribute(block.get_submodule(owner), attribute)
+    parts = (tuple(part) for part in row["parts"])
+    return FoundQuery(row["path"], HeadChannels(heads, row["axis"], *parts)) if heads else None
 
 
-def _outputs(module: nn.Module) -> int | None:
-    if isinstance(module, nn.MultiheadAttention):
-        return 3 * int(module.embed_dim)
-    for name in ("out_features", "nf", "out_channels", "num_features"):
-        if isinstance(size := getattr(module, name, None), int):
-            return size
-    return None
-
-
-def _count_of_heads(block: nn.Module, found: FoundQuery) -> tuple[str, str]:
-    """A module around the query, and the attribute of it that says how many heads there are."""
-    module = block.get_submodule(found.path)
-    needs_size = found.channels.axis == -1 or (found.channels.step, found.channels.width) != (1, 1)
-    if needs_size and _outputs(module) is None:
-        return "", ""
-    path = found.path
-    while True:
-        if not isinstance(module, nn.MultiheadAttention) or path != found.path:
-            path = path.rpartition(".")[0]
+def _says_heads(block: nn.Module, found: FoundQuery) -> str:
+    """The path of a module around the query, and the attribute of it that says how many heads there are."""
+    names = found.path.split(".")
+    for length in range(len(names), -1, -1):
+        path = ".".join(names[:length])
         owner = block.get_submodule(path)
         for attribute in (*HEAD_COUNTS, *(f"config.{name}" for name in HEAD_COUNTS)):
             if _attribute(owner, attribute) == found.channels.heads:
-                return path, attribute
-        if not path:
-            return "", ""
+                return f"{path}:{attribute}"
+    return ""
 
 
 def _attribute(owner: Any, path: str) -> Any:
@@ -485,8 +442,12 @@ def _attribute(owner: Any, path: str) -> Any:
     return owner
 
 
-def _shapes(block: nn.Module, path: str) -> list[str]:
-    """The proportions of the weights beside the query's: of one module in other sizes they are the same."""
+def _sizes(block: nn.Module, path: str, heads: str | int) -> list[Any]:
+    """Of all weights of a block that does not say how many heads it has; else the proportions of those beside
+    the query's, which are the same in other sizes.
+    """
+    if isinstance(heads, int):
+        return [list(parameter.shape) for parameter in block.parameters()]
     parent = block.get_submodule(path.rpartition(".")[0])
     shapes = [tuple(p.shape[:2]) for p in parent.parameters() if p.ndim >= 2]
     unit = max(shapes[0][1], 1) if shapes else 1

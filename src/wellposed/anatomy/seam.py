@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from wellposed.anatomy.loops import close_loop, open_loop
-from wellposed.anatomy.rows import Add, BlockRow, Role, Site
 from wellposed.anatomy.source import Method, SourceAdd
 from wellposed.anatomy.subclass import set_class, subclass, unmarked_class
+from wellposed.anatomy.table import Add, BlockRow, Role, Site
 from wellposed.errors import SeamError
 from wellposed.nn.operation import refuse_script
 
@@ -79,7 +79,7 @@ def joins(module: nn.Module) -> list[Join]:
 
 def block_joins(block: nn.Module, row: BlockRow) -> list[Join]:
     """The joins of a block, those in its submodules too, in the order of its row; none of a closed one."""
-    paths = {add.name: add.site.path if add.site else "" for add in row.adds}
+    paths = {add.name: add.path for add in row.adds}
     found = [getattr(block.get_submodule(path), join_name(name), None) for name, path in paths.items()]
     return [join for join in found if isinstance(join, Join)]
 
@@ -103,7 +103,7 @@ def open_seam(block: nn.Module, row: BlockRow) -> None:
 
 def close_seam(block: nn.Module, row: BlockRow | None = None) -> None:
     """Undo :func:`open_seam`; without a row for the module alone, not for its submodules."""
-    for path in {add.site.path if add.site else "" for add in row.adds} if row else {""}:
+    for path in {add.path for add in row.adds} if row else {""}:
         _close(block.get_submodule(path))
     close_loop(block)
 
@@ -125,7 +125,7 @@ def opened_seams(blocks: Iterable[tuple[nn.Module, BlockRow]]) -> Iterator[None]
 
 def is_open(block: nn.Module, row: BlockRow) -> bool:
     """Whether the seam of a block is open."""
-    paths = {add.site.path if add.site else "" for add in row.adds}
+    paths = {add.path for add in row.adds}
     return all(is_seamed(block.get_submodule(path)) for path in paths)
 
 

@@ -76,8 +76,10 @@ class Method:
                 return number
         return None
 
-    def twins(self, joins: Mapping[int, bool], ran: set[int], owner: object) -> dict[int, int]:
-        """The adds in arms of an ``if`` that were not taken, each with the join that it stands for.
+    def twins(self, joins: Mapping[int, bool], ran: set[int], owner: object) -> dict[int, tuple[int, bool]]:
+        """The adds in arms of an ``if`` that were not taken, by their numbers.
+
+        Each with the number of the join that it stands for, and whether the skip is on its left.
 
         Args:
             joins: numbers of the adds that are joins, and whether the skip is on their left.
@@ -127,13 +129,12 @@ class _Arms:
         self.method, self.ran, self.owner = method, ran, owner
         adds = method.adds()
         self.number = {id(add.node): number for number, add in enumerate(adds)}
-        self.skip = {n: ast.dump(adds[n].left if left else adds[n].right) for n, left in joins.items()}
-        self.sides = {n: (ast.dump(add.left), ast.dump(add.right)) for n, add in enumerate(adds)}
-        self.streams = {ast.unparse(adds[n].left if left else adds[n].right) for n, left in joins.items()}
+        self.sides = {n: (ast.unparse(add.left), ast.unparse(add.right)) for n, add in enumerate(adds)}
+        self.skip = {n: self.sides[n][0 if is_left else 1] for n, is_left in joins.items()}
         self.last_line = max((adds[n].node.lineno for n in joins), default=0)
 
-    def twins(self) -> dict[int, int]:
-        found: dict[int, int] = {}
+    def twins(self) -> dict[int, tuple[int, bool]]:
+        found: dict[int, tuple[int, bool]] = {}
         for node in ast.walk(self.method.definition):
             if isinstance(node, ast.If | ast.IfExp):
                 body, other = _statements(node.body), _statements(node.orelse)
@@ -143,13 +144,15 @@ class _Arms:
                         found |= self._twins(node, taken[0] if taken else [], arm)
         return found
 
-    def _twins(self, node: ast.If | ast.IfExp, taken: list[ast.AST], arm: list[ast.AST]) -> dict[int, int]:
+    def _twins(
+        self, node: ast.If | ast.IfExp, taken: list[ast.AST], arm: list[ast.AST]
+    ) -> dict[int, tuple[int, bool]]:
         joins = self._within(taken, self.skip)
         alike = [n for n in self._within(arm, self.sides) if n not in self.ran and self._is_on_a_stream(n)]
         if joins and len(alike) == len(joins):
             pairs = list(zip(alike, joins, strict=True))
             if all(self.skip[join] in self.sides[twin] for twin, join in pairs):
-                return dict(pairs)
+                return {twin: (join, self.sides[twin][0] == self.skip[join]) for twin, join in pairs}
         if (
             not _is_settled(node.test)
             and self._can_run(arm)
@@ -179,7 +182,7 @@ class _Arms:
         if returns and node.lineno < self.last_line:
             return True
         stored = {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        return bool(joins) and bool(stored & self.streams)
+        return bool(joins) and not stored.isdisjoint(self.skip.values())
 
 
 def _statements(arm: Any) -> list[ast.AST]:

@@ -44,7 +44,8 @@ class Value:
     shape: tuple[int, ...]
     floating: bool
     maker: int | None  # the operation that made it; None for parameters, buffers and inputs
-    learned: bool = False  # a parameter or a buffer
+    learned: bool  # a parameter or a buffer
+    tensor: Tensor  # kept, so that no id is used twice
 
 
 @dataclass
@@ -56,8 +57,8 @@ class Op:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     call: "Call | None"
+    given: tuple[tuple[Any, ...], dict[str, Any]]  # its arguments
     spot: Spot | None = None
-    details: Any = None  # the arguments, of the few operations that are read more closely
 
 
 @dataclass
@@ -67,14 +68,17 @@ class Call:
     module: nn.Module
     parent: "Call | None"
     begin: int
-    arguments: tuple[tuple[int | str, int], ...]  # (position or name, value)
-    order: dict[str, int] = field(default_factory=dict)  # of the named ones, behind those with a position
+    arguments: tuple[tuple[int, int], ...]  # (place, value); behind those with a position the named ones
     end: int = -1
-    outputs: tuple[int, ...] = ()
     results: tuple[int, ...] = ()  # as the module returned them, the main one first
+    returns_tensor: bool = False  # it, and not a tuple or something else that holds some
 
     def holds(self, index: int) -> bool:
         return self.begin <= index < self.end
+
+    def argument(self, place: int) -> int:
+        """The first value of an argument."""
+        return next(value for each, value in self.arguments if each == place)
 
     def within(self, other: "Call | None") -> bool:
         call: Call | None = self
@@ -89,11 +93,22 @@ class Trace:
 
     values: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)  # as they began
+    ended: list[Call] = field(default_factory=list)  # as they ended
     output: Any = None
 
+    def within(self, call: Call) -> list[Call]:
+        """The calls that another one makes itself."""
+        return [each for each in self.calls if each.parent is call]
 
-def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
+    def innermost(self, call: Call, number: int) -> Call:
+        """The first (0) or last (-1) call in nested Sequentials, to which no operation can be added."""
+        while isinstance(call.module, nn.Sequential) and (inside := self.within(call)):
+            call = inside[number]
+        return call
+
+
+def trace(model: nn.Module, run: Callable[[nn.Module], Any], *, gradients: bool = False) -> Trace:
     """Run the model by ``run(model)`` and record what happens. Hooks of its own run as they always do."""
     recorder = _Recorder(model)
     handles: list[Any] = []
@@ -101,7 +116,7 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
         for module in model.modules():
             handles.append(module.register_forward_pre_hook(recorder.enter, with_kwargs=True))
             handles.append(module.register_forward_hook(recorder.leave, with_kwargs=True))
-        with torch.no_grad(), without_fast_path(), recorder:
+        with torch.set_grad_enabled(gradients), without_fast_path(), recorder:
             recorder.trace.output = run(model)
     return recorder.trace
 
@@ -127,31 +142,11 @@ def without_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(was)
 
 
-# What is read more closely than by its tensors.
-_READ = frozenset(
-    {
-        "mean",
-        "sum",
-        "permute",
-        "transpose",
-        "swapaxes",
-        "swapdims",
-        "scaled_dot_product_attention",
-        "flex_attention",
-        "multi_head_attention_forward",
-        "softmax",
-        "getitem",
-        "__getitem__",
-    }
-)
-
-
 class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.trace = Trace()
         self._known: dict[int, int] = {}  # id of a tensor -> its value now
-        self._kept: list[Tensor] = []  # so that no id is used twice
         self._stack: list[Call] = []
         for tensor in (*model.parameters(), *model.buffers()):
             self._new(tensor, None, learned=True)
@@ -169,49 +164,53 @@ class _Recorder(TorchFunctionMode):
             outputs = [args[0]]
         if not outputs:
             return result
-        op = Op(len(self.trace.ops), name, before, (), self._stack[-1] if self._stack else None)
-        self.trace.ops.append(op)
-        op.outputs = tuple(self._output(x, inputs, op) for x in outputs)
+        op = self._record(name, before, args, kwargs)
+        op.outputs = tuple(self._output(x, op) for x in outputs)
         if name in ADDS or name in HIDDEN_ADDS:
             op.spot = _spot()
-        if name in _READ:
-            op.details = (args, kwargs)
         return result
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         let_through()
-        arguments = [(i, x) for i, x in enumerate(args)] + list(kwargs.items())
-        tensors = tuple(
+        arguments = tuple(
             (place, self._value(x))
-            for place, given in arguments
+            for place, given in enumerate((*args, *kwargs.values()))
             for x in tree_iter(given)
             if isinstance(x, Tensor)
         )
-        order = {name: len(args) + i for i, name in enumerate(kwargs)}
-        call = Call(module, self._stack[-1] if self._stack else None, len(self.trace.ops), tensors, order)
+        call = Call(module, self._call(), len(self.trace.ops), arguments)
         self.trace.calls.append(call)
         self._stack.append(call)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = self._stack.pop()
         call.results = tuple(self._value(x) for x in tree_iter(output) if isinstance(x, Tensor))
+        call.returns_tensor = isinstance(output, Tensor)
         call.end = len(self.trace.ops)
+        self.trace.ended.append(call)
+
+    def _call(self) -> Call | None:
+        return self._stack[-1] if self._stack else None
+
+    def _record(self, name: str, inputs: tuple[int, ...], args: Any = (), kwargs: Any = None) -> Op:
+        op = Op(len(self.trace.ops), name, inputs, (), self._call(), (args, kwargs or {}))
+        self.trace.ops.append(op)
+        return op
 
     def _value(self, tensor: Tensor) -> int:
         """The value of a tensor, which may come from an operation that no mode sees."""
         known = self._known.get(id(tensor))
         if known is not None:
             return known
-        call = self._stack[-1] if self._stack else None
+        call = self._call()
         if call is None or not tensor.is_floating_point() or not self.trace.ops:
             return self._new(tensor, None)
         inputs = tuple(value for _, value in call.arguments)
-        op = Op(len(self.trace.ops), "unseen", inputs, (), call)
-        self.trace.ops.append(op)
+        op = self._record("unseen", inputs)
         op.outputs = (self._new(tensor, op.index),)
         return op.outputs[0]
 
-    def _output(self, tensor: Tensor, inputs: list[Tensor], op: Op) -> int:
+    def _output(self, tensor: Tensor, op: Op) -> int:
         base = tensor._base
         in_place = op.name.endswith("_") and not op.name.endswith("__")
         changed = in_place or op.name in ("__iadd__", "__imul__", "__setitem__")
@@ -220,9 +219,8 @@ class _Recorder(TorchFunctionMode):
         return self._new(tensor, op.index)
 
     def _new(self, tensor: Tensor, maker: int | None, *, learned: bool = False) -> int:
-        if id(tensor) not in self._known:
-            self._kept.append(tensor)
-        self.trace.values.append(Value(tuple(tensor.shape), tensor.is_floating_point(), maker, learned))
+        shape, floating = tuple(tensor.shape), tensor.is_floating_point()
+        self.trace.values.append(Value(shape, floating, maker, learned, tensor))
         self._known[id(tensor)] = len(self.trace.values) - 1
         return self._known[id(tensor)]
 

@@ -35,7 +35,7 @@ from wellposed.anatomy.cores import attention_probabilities as attention_probabi
 from wellposed.anatomy.masks import far_below, hidden_by
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.model import no_attention as no_attention
-from wellposed.anatomy.projections import HEAD_COUNTS
+from wellposed.anatomy.queries import HEAD_COUNTS
 from wellposed.linalg.precision import full_float32, without_autocast
 from wellposed.probes.observe import is_repeated, padding_of, removing, stream_of, tokens_of
 

@@ -16,8 +16,8 @@ from wellposed.anatomy.example import eagerly as eagerly
 from wellposed.anatomy.example import preserved as preserved
 from wellposed.anatomy.masks import mask_reader
 from wellposed.anatomy.model import Block, blocks, refusal
-from wellposed.anatomy.rows import to_tokens
 from wellposed.anatomy.seam import Join, block_joins, opened_seams
+from wellposed.anatomy.table import to_tokens
 from wellposed.anatomy.trace import removing as removing
 from wellposed.errors import WrappedModelError
 from wellposed.interrupts import let_through, uninterrupted

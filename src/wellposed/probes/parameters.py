@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from wellposed.anatomy.model import Block, BlockSelection, select
 from wellposed.anatomy.model import blocks as all_blocks
-from wellposed.anatomy.packing import find_projections
-from wellposed.anatomy.projections import ProjectionLayer
+from wellposed.anatomy.projections import ProjectionLayer, find_projections
 from wellposed.anatomy.subclass import inner
 from wellposed.interrupts import let_through, uninterrupted
 from wellposed.linalg import condition_number, singular_values, stable_rank

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.projections import OUTPUTS, PROJECTIONS, head_count
-from wellposed.anatomy.rows import to_tokens
+from wellposed.anatomy.table import to_tokens
 from wellposed.linalg.precision import in_float64
 from wellposed.probes.observe import layout_of
 

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from wellposed.anatomy.model import Block, BlockSelection, refuse_wrapped, select
 from wellposed.anatomy.model import blocks as all_blocks
-from wellposed.anatomy.packing import find_projections
-from wellposed.anatomy.projections import ProjectionLayer
+from wellposed.anatomy.projections import ProjectionLayer, find_projections
 from wellposed.linalg.precision import in_float64
 from wellposed.surgery.choose import choose
 from wellposed.surgery.record import Edits, Setting

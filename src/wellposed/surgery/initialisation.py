@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from wellposed.anatomy.model import Block, BlockSelection, join_names, refuse_wrapped, select
 from wellposed.anatomy.model import blocks as all_blocks
-from wellposed.anatomy.packing import find_projections
-from wellposed.anatomy.projections import ProjectionLayer, head_count, output_layer
+from wellposed.anatomy.projections import ProjectionLayer, find_projections, head_count, output_layer
 from wellposed.anatomy.subclass import edited_weights, inner
 from wellposed.surgery.choose import choose
 

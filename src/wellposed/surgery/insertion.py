@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from wellposed.anatomy.loops import open_loop
 from wellposed.anatomy.model import Place
-from wellposed.anatomy.rows import Layout, from_tokens, to_tokens
 from wellposed.anatomy.subclass import close_packed_query, inner, mark, open_packed_query, original, unmark
+from wellposed.anatomy.table import Layout, from_tokens, to_tokens
 from wellposed.nn import ContextBroadcast
 from wellposed.nn.operation import Operation
 from wellposed.surgery.record import Setting

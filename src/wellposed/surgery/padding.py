@@ -15,8 +15,8 @@ from torch.fx import Proxy
 from wellposed.anatomy.loops import open_loop
 from wellposed.anatomy.masks import MaskReader, hides, mask_reader
 from wellposed.anatomy.model import Block, Place
-from wellposed.anatomy.rows import Layout, to_tokens
 from wellposed.anatomy.subclass import original
+from wellposed.anatomy.table import Layout, to_tokens
 from wellposed.nn import ContextBroadcast
 from wellposed.surgery.insertion import Inserted, refuse_if
 

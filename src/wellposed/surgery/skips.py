@@ -5,8 +5,8 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from wellposed.anatomy.model import Block, BlockSelection, join_names, refuse_wrapped
-from wellposed.anatomy.rows import Role
 from wellposed.anatomy.seam import block_joins, close_seam, is_open, open_seam
+from wellposed.anatomy.table import Role
 from wellposed.interrupts import uninterrupted
 from wellposed.surgery.choose import choose
 from wellposed.surgery.record import Edits

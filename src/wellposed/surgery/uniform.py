@@ -20,9 +20,8 @@ from wellposed.anatomy.model import (
 )
 from wellposed.anatomy.model import blocks as all_blocks
 from wellposed.anatomy.queries import FoundQuery, find_queries, is_of_library
-from wellposed.anatomy.rows import after
 from wellposed.anatomy.subclass import no_packed_query
-from wellposed.anatomy.table import attention_row
+from wellposed.anatomy.table import after, attention_row
 from wellposed.surgery.apply import insert_all
 from wellposed.surgery.choose import choose
 from wellposed.surgery.insertion import Inserted
@@ -176,7 +175,7 @@ def _taught(block: Block) -> _Query | str | None:
         return row
     place = find_place(name, attention, after(*row.query), block.row.layout_of(block.module))
     heads = int(getattr(attention, row.heads))
-    on_axis = HeadChannels(heads, axis=1, step=1, width=1)
+    on_axis = HeadChannels(heads, axis=1)
     channels = on_axis if row.heads_at == "axis 1" else HeadChannels(heads)
     return row.refuses(attention) or _Query(place, channels)
 
