@@ -16,7 +16,7 @@ from wellposed.anatomy.cores import Core, reaching
 from wellposed.anatomy.model import Block, no_attention
 from wellposed.anatomy.projections import ProjectionLayer, projection_layers
 from wellposed.anatomy.queries import Twin, is_of_library, kind_key, see_calls
-from wellposed.anatomy.subclass import inner, read_plainly
+from wellposed.anatomy.subclass import inner, quantised, read_plainly
 
 _NO_RUN = (
     "it takes a run of the model to see how its weight packs queries, keys and values: give an input as "
@@ -75,9 +75,13 @@ def _layers(block: Block) -> list[ProjectionLayer] | str:
     if reason := no_attention(block):
         return reason
     try:
-        return projection_layers(*block.attention())
+        found = projection_layers(*block.attention())
     except ValueError as none:
         return str(none)
+    for each in () if isinstance(found, str) else found:
+        if reason := quantised(each.weight):
+            return f"a weight of its attention {reason}; edit the model and call wp.fold(model) before"
+    return found
 
 
 def _packed(layers: list[ProjectionLayer]) -> list[ProjectionLayer]:

@@ -193,9 +193,12 @@ class _Recorder(TorchFunctionMode):
         self._stack.append(call)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = self._stack.pop()
+        call = self._stack[
+            -1
+        ]  # still the one at work: what it returns unseen was computed from its arguments
         call.results = tuple(self._value(x) for x in tree_iter(output) if isinstance(x, Tensor))
         call.end = len(self.trace.ops)
+        self._stack.pop()
 
     def _value(self, tensor: Tensor) -> int:
         """The value of a tensor, which may come from an operation that no mode sees."""
@@ -225,6 +228,11 @@ class _Recorder(TorchFunctionMode):
         self.trace.values.append(Value(tuple(tensor.shape), tensor.is_floating_point(), maker, learned))
         self._known[id(tensor)] = len(self.trace.values) - 1
         return self._known[id(tensor)]
+
+
+def is_linear_layer(module: nn.Module) -> bool:
+    """Whether a module says that it is a linear layer, as quantised ones do that keep no plain weight."""
+    return all(isinstance(getattr(module, name, None), int) for name in ("in_features", "out_features"))
 
 
 def _name(func: Any) -> str:
