@@ -89,19 +89,22 @@ def _made(recipe: Any) -> type[nn.Module]:
 
 @functools.cache
 def _marked_class(base: Any) -> type[nn.Module]:
-    return subclass(_marked_class, base, members={"_get_name": _refuse_tracers})
+    def get_name(self: nn.Module) -> str:
+        _refuse_tracer(sys._getframe(1).f_locals.get("self"), self)
+        name: str = base._get_name(self)
+        return name
+
+    return subclass(_marked_class, base, members={"_get_name": get_name})
 
 
-def _refuse_tracers(self: nn.Module) -> str:
-    """The name of the class, for which a tracer of torch.fx asks the module that it begins with."""
-    tracer = sys._getframe(1).f_locals.get("self")
-    if isinstance(tracer, Tracer) and getattr(tracer, "root", None) is self:
+def _refuse_tracer(asking: Any, module: nn.Module) -> None:
+    """Raise if it is a tracer of torch.fx that asks a module for its name: the one that it begins with."""
+    if isinstance(asking, Tracer) and getattr(asking, "root", None) is module:
         raise TypeError(
-            f"expected a module around the {type(self).__name__}, whose hooks run edits, got it itself: "
+            f"expected a module around the {type(module).__name__}, whose hooks run edits, got it itself: "
             "torch.fx leaves out the hooks of the module that it traces; trace the whole model, or use "
             "torch.export.export."
         )
-    return nn.Module._get_name(self)
 
 
 def _is_marked(module: nn.Module) -> bool:
