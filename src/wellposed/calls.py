@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wellposed.text import indices, nearest
+from wellposed.text import closest, indices, nearest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -131,7 +131,9 @@ def checked_call(call: Any, name: str, giver: str, more: Iterable[str] = ()) -> 
         raise TypeError(f"{name} must be such as {{edit = 'gray_tokens', eps = 0.7}}, got {call!r}.")
     kind = call["edit"]
     if kind not in ARGUMENTS:
-        raise ValueError(f"there is no edit {kind!r}{nearest(kind, ARGUMENTS)}")
+        meant = closest(kind, ARGUMENTS)
+        remedy = f"did you mean {meant!r}?" if meant else f"expected one of {', '.join(ARGUMENTS)}."
+        raise ValueError(f"there is no edit {kind!r}; {remedy}")
     known = (*ARGUMENTS[kind], *more)
     for key, value in call.items():
         if key != "edit" and key not in known:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -315,3 +316,27 @@ def test_bounds_of_parametrized_weights_are_not_measured_and_say_why() -> None:
     diagnosis = wp.diagnose(model, case.input(), what="bounds")
     (told,) = {record.note for record in diagnosis.records if record.block == 0 and "parametr" in record.note}
     assert "got a parametrization; remove it" in told
+
+
+@pytest.mark.parametrize("where", ["embedding", "pixels"])
+def test_a_graying_before_the_blocks_is_seen_where_it_acts(where) -> None:
+    case = zoo.BY_NAME["timm vit"]
+    model, x = case.model(dtype=torch.float64), case.input(3, dtype=torch.float64)
+    seen: list[torch.Tensor] = []
+    if where == "embedding":
+        handle = model.patch_embed.register_forward_hook(lambda _, __, out: seen.append(out))
+        model(x)
+        handle.remove()
+    else:
+        seen.append(x.unfold(2, 8, 8).unfold(3, 8, 8).movedim(1, 3).flatten(1, 2).flatten(2))
+    plain = np.median(np.linalg.cond(seen[0].detach().numpy()))
+    assert not wp.diagnose(model, x).select("grayed kappa")
+    wp.gray_tokens(model, 0.5, "svd", where)
+    found = wp.diagnose(model, x)
+    before, after = found.select("grayed kappa")
+    assert (before.position, after.position) == ("before graying", "after graying")
+    assert before.value == pytest.approx(plain, rel=1e-6)
+    assert after.value == pytest.approx(plain**0.5, rel=1e-6)
+    assert before.images == after.images == 3
+    assert before.block is None
+    assert "grayed kappa  after graying" in str(found)

@@ -129,6 +129,20 @@ def test_padded_patches_are_no_part_of_a_grayed_embedding(make: Any, inputs: Inp
         assert len(module._forward_hooks) == len(own._forward_hooks)
 
 
+@pytest.mark.slow
+def test_the_image_tower_of_a_model_of_texts_and_images() -> None:
+    """It needs no example, and its features are asked for past the model's own forward."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = {**sizes, "patch_size": 4, "num_patches": 16}
+    text = {**sizes, "vocab_size": 50, "max_position_embeddings": 16, "projection_size": 32}
+    config = transformers.Siglip2Config(vision_config=vision, text_config=text)
+    model = made(lambda: transformers.Siglip2Model(config))
+    assert len(wp.gray_tokens(model, 0.7, "svd")) == 1
+    with torch.no_grad():
+        few, many = (model.get_image_features(**of_siglip(LENGTHS, width)) for width in (5, 9))
+    torch.testing.assert_close(many.pooler_output, few.pooler_output, rtol=0, atol=1e-9)
+
+
 class Pixels(nn.Module):
     """A model that is given which pixels are padding, as detectors are."""
 

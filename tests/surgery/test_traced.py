@@ -5,6 +5,7 @@ import io
 import pickle
 
 import pytest
+import timm
 import torch
 from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor
@@ -75,6 +76,44 @@ def test_a_symbolic_program_refuses_masks() -> None:
     for refused in ({"attn_mask": torch.ones(2, 1, tokens, tokens, dtype=torch.bool)}, {"is_causal": True}):
         with pytest.raises(ValueError, match="expected a call without masks, got one"):
             traced(x, **refused)
+
+
+class OfPatches(nn.Module):
+    """A model that alone is told which patches are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(12, 16)
+        self.block = timm.models.vision_transformer.Block(16, 2)
+
+    def forward(self, patches: torch.Tensor, patch_valid: torch.Tensor | None = None) -> torch.Tensor:
+        out: torch.Tensor = self.block(self.embed(patches))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("make", "edit"),
+    [
+        (OfPatches, lambda m, x: wp.gray_tokens(m, 0.7, example=x)),
+        (lambda: OfPatches().block, lambda m, x: wp.gray_tokens(m, 0.7, where="blocks", example=x)),
+        (lambda: OfPatches().block, lambda m, x: wp.broadcast_context(m, example=x)),
+    ],
+)
+def test_what_only_hooks_of_the_traced_module_do_is_not_lost(make, edit) -> None:
+    model = make().eval()
+    x = torch.randn(2, 6, 12 if isinstance(model, OfPatches) else 16)
+    edit(model, x)
+    expected = model(x)
+    with pytest.raises(TypeError, match=r"hooks of the module that it traces; trace the whole model, or"):
+        torch.fx.symbolic_trace(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(TypeError, match=r"torch\.export\.export"):
+            create_feature_extractor(twin, ["mlp"])
+    assert "Block(" in repr(model)
+    assert torch.equal(torch.fx.symbolic_trace(nn.Sequential(model))(x), expected)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
+    wp.restore(model)
+    torch.fx.symbolic_trace(model)
 
 
 @pytest.mark.filterwarnings("ignore")

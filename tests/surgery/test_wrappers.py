@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import wellposed as wp
 from attention_watch import maps_by_block
+from wellposed.errors import NoMeaningError
 from zoo import BY_NAME, output
 
 Edit = Callable[[nn.Module], Any]
@@ -152,6 +154,137 @@ def test_dynamic_quantisation_keeps_the_edit() -> None:
     assert len(wp.edits(quantised)) == 2
     near = output(quantised, x)
     assert (near - output(model, x)).abs().max() < 0.2 * (near - output(case.model(), x)).abs().max()
+
+
+class Opaque(nn.Linear):
+    """A linear layer with weights of 8 bits and a kernel of its own, as bitsandbytes has."""
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__(plain.in_features, plain.out_features)
+        scale = plain.weight.detach().abs().max() / 127
+        self.weight = EightBits((plain.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.scale, self.bias = float(scale), plain.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Unseen.apply(x, self.weight.data.numpy() * np.float32(self.scale))
+        return out + self.bias
+
+
+class Unseen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
+        ctx.weight = weight
+        return torch.from_numpy(x.detach().numpy() @ weight.T)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return torch.from_numpy(grad.numpy() @ ctx.weight), None
+
+
+class EightBits(nn.Parameter):
+    pass
+
+
+class NoArithmetic(Tensor):
+    """A weight that a linear layer can be called with and that has no other operation, as torchao's."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "NoArithmetic":
+        made: NoArithmetic = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            x, weight, bias = args
+            return func(x, (weight.inner * 255).round() / 255, bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(f"{func} of a quantised weight")
+
+
+def dynamically(model: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+
+
+def opaquely(model: nn.Module) -> nn.Module:
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(module, name, Opaque(child))
+    return model
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(NoArithmetic(module.weight.detach()), requires_grad=False)
+    return model
+
+
+QUANTISED = pytest.mark.parametrize("quantise", [dynamically, opaquely, in_place])
+OF_TOKENS = {
+    "uniform": lambda m: wp.uniform_heads(m, [1]),
+    "middle": lambda m: wp.broadcast_context(m, "mlp.middle"),
+    "scaled": lambda m: wp.broadcast_context(m, "mlp.middle", scaled=True),
+    "end": lambda m: wp.broadcast_context(m, "attention.end"),
+    "skips": wp.remove_skips,
+    "gray": lambda m: wp.gray_tokens(m, 0.7, "svd", "blocks"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:quantized")
+@QUANTISED
+@pytest.mark.parametrize("name", ["timm vit", "hf vit"])
+@pytest.mark.parametrize("edit", OF_TOKENS.values(), ids=OF_TOKENS)
+def test_quantised_models_are_edited(name: str, quantise: Any, edit: Edit) -> None:
+    case = BY_NAME[name]
+    x, reference = case.input(), case.model()
+    plain = output(reference, x)
+    listed = [one.module for one in edit(reference)]
+    expected = output(reference, x)
+    model = quantise(case.model())
+    before = output(model, x)
+    assert [one.module.removesuffix("_norm") for one in edit(model)] == [
+        one.removesuffix("_norm") for one in listed
+    ]
+    assert (output(model, x) - expected).abs().max() < 0.3 * (expected - plain).abs().max()
+    wp.restore(model)
+    assert torch.equal(output(model, x), before)
+
+
+@QUANTISED
+@pytest.mark.parametrize("edit", [lambda m: wp.condition_weights(m, strength=2), wp.normalise_spectrum])
+def test_quantised_weights_are_not_edited(quantise: Any, edit: Edit) -> None:
+    model = quantise(BY_NAME["hf vit"].model())
+    with pytest.raises(NoMeaningError, match=r"is quantised .*before|no linear layer"):
+        edit(model)
+    assert not wp.edits(model)
+
+
+def test_a_weight_that_is_quantised_under_its_edit() -> None:
+    case = BY_NAME["hf vit"]
+    model, x = case.model(), case.input()
+    wp.normalise_spectrum(model)
+    in_place(model)
+    with pytest.raises(TypeError, match=r"NoArithmetic of float32\); call wp\.fold\(model\) before"):
+        output(model, x)
+    model = case.model()
+    wp.normalise_spectrum(model)
+    with pytest.warns(
+        UserWarning, match=r"was replaced by a Opaque: the edit is gone, or in the new weights"
+    ):
+        opaquely(model)
+    assert not wp.edits(model)
 
 
 WEIGHT_EDITS = {

@@ -61,6 +61,7 @@ def test_the_fields_of_an_older_recipe_are_the_same_edit(short, text) -> None:
     ("edits", "error", "says"),
     [
         (["gray_token eps=0.7"], ValueError, "no edit 'gray_token'; did you mean 'gray_tokens'?"),
+        (["cb"], ValueError, "no edit 'cb'; expected one of gray_tokens, .*broadcast_context"),
         (["gray_tokens epss=0.7"], ValueError, "no 'epss' that a recipe can give; did you mean 'eps'?"),
         (["gray_tokens 0.7"], ValueError, "got '0.7'"),
         (["remove_skips blocks=3-1"], ValueError, "blocks must be indices"),

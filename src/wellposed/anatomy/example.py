@@ -165,8 +165,11 @@ def _of_transformers(module: nn.Module) -> Example | None:
     if config is None or not isinstance(name, str) or not hasattr(module, "save_pretrained"):
         return None
     vision = getattr(config, "vision_config", None)
-    if "spatial_shapes" in inspect.signature(type(module).forward).parameters:
-        return _patches(config)
+    parameters = inspect.signature(type(module).forward).parameters
+    if "spatial_shapes" in parameters:
+        texts = {"input_ids": _ids(config.text_config)} if "input_ids" in parameters else {}
+        patches = _patches(config)
+        return Example(kwargs={**patches.kwargs, **texts})
     if name == "pixel_values" or (name == "input_ids" and vision is not None):
         pixels = _pixels(module, vision if vision is not None and name == "input_ids" else config)
         if vision is None or name == "pixel_values":

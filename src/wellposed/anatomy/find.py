@@ -27,7 +27,7 @@ from wellposed.anatomy.table import (
     Tap,
     no_taps,
 )
-from wellposed.anatomy.trace import Call
+from wellposed.anatomy.trace import Call, is_linear_layer
 from wellposed.errors import SeamError
 
 
@@ -240,7 +240,8 @@ def _refuse_unseen_work(residuals: list[Residual], roles: list[Role]) -> None:
     for residual, role in zip(residuals, roles, strict=True):
         for op in residual.path:
             where = type(op.call.module).__name__ if op.call else "the model"
-            if op.name == "unseen" and role not in ("attention", "parallel"):
+            of_linear = op.call is not None and is_linear_layer(op.call.module)
+            if op.name == "unseen" and role not in ("attention", "parallel") and not of_linear:
                 raise SeamError(
                     f"part of what {where} computes in it cannot be seen (compiled or scripted code, a "
                     "kernel of its own): it may be attention"

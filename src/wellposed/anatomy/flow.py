@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from wellposed.anatomy.masks import READABLE, hidden_by, hides_later
-from wellposed.anatomy.trace import ADDS, HIDDEN_ADDS, Call, Op, Trace
+from wellposed.anatomy.trace import ADDS, HIDDEN_ADDS, Call, Op, Trace, is_linear_layer
 
 Kind = Literal["attention", "pointwise", "mixed", "spatial", "parallel", "long"]
 """What a branch does: attends; acts on each token alone; does that with a token mixing in between (a
@@ -65,6 +65,7 @@ class Flow:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.root = self._roots()
+        self._of_linear_layers = self._last_of_linear_layers()
         self.residuals: list[Residual] = []
         self._of_out: dict[int, Residual] = {}  # by the root of their sum
         for op in trace.ops:
@@ -91,6 +92,17 @@ class Flow:
             passes = maker is not None and (maker.name in VIEWS or maker.name in _PARTS)
             roots.append(roots[maker.inputs[0]] if passes and maker is not None else number)
         return roots
+
+    def _last_of_linear_layers(self) -> set[int]:
+        """What gives the results of linear layers: a quantised one has operations of its own."""
+        callers = {id(call.parent) for call in self.trace.calls}
+        found = set()
+        for call in self.trace.calls:
+            if call.results and id(call) not in callers and is_linear_layer(call.module):
+                maker = self.trace.values[self.root[call.results[0]]].maker
+                if maker is not None and call.holds(maker):
+                    found.add(maker)
+        return found
 
     def _residual(self, op: Op) -> Residual | None:
         values = self.trace.values
@@ -189,7 +201,7 @@ class Flow:
 
     def is_linear(self, op: Op) -> bool:
         """Whether it multiplies by weights on the last axis."""
-        if op.name in _LINEAR:
+        if op.name in _LINEAR or op.index in self._of_linear_layers:
             return True
         return op.name in PRODUCTS and any(self._is_learned(value) for value in op.inputs)
 

@@ -12,7 +12,7 @@ from torch import nn
 from wellposed.anatomy.flow import FUSED, JOINED, Flow, Residual
 from wellposed.anatomy.subclass import inner, is_adapted, unmarked_class
 from wellposed.anatomy.table import EmbeddingRow, Layout, Role, Tap, Taps, after, before, no_taps
-from wellposed.anatomy.trace import ADDS, Call, Op
+from wellposed.anatomy.trace import ADDS, Call, Op, is_linear_layer
 
 ONE_TOKEN = "it updates the class token alone, and the mean of one token is that token"
 IN_PIECES = (
@@ -209,8 +209,9 @@ class Places:
         call = last.call
         while call is not None and call.parent is not None and _is_of_adapter(call):
             call = call.parent
-        weight = None if call is None else getattr(inner(call.module), "weight", None)
-        if call is None or not isinstance(weight, nn.Parameter):
+        layer = None if call is None else inner(call.module)
+        weight = getattr(layer, "weight", None)
+        if call is None or layer is None or not (isinstance(weight, nn.Parameter) or is_linear_layer(layer)):
             return "its last product with weights is no module of its own"
         return self._tap("before", call, residual) or _NOT_WHOLE
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from wellposed.anatomy.cores import Core, cores, reaching
 from wellposed.anatomy.model import Block, join_names, no_attention
 from wellposed.anatomy.queries import HEAD_COUNTS, Memory, Twin
-from wellposed.anatomy.subclass import inner, read_plainly
+from wellposed.anatomy.subclass import inner, quantised, read_plainly
 
 # Which of q, k and v a layer makes, stacked in this order, and its path in the attention module.
 PROJECTIONS: tuple[dict[str, str], ...] = (
@@ -165,9 +165,13 @@ def _layers(block: Block) -> list[ProjectionLayer] | str:
     if reason := no_attention(block):
         return reason
     try:
-        return projection_layers(*block.attention())
+        found = projection_layers(*block.attention())
     except ValueError as none:
         return str(none)
+    for each in () if isinstance(found, str) else found:
+        if reason := quantised(each.weight):
+            return f"a weight of its attention {reason}; edit the model and call wp.fold(model) before"
+    return found
 
 
 def _packed(layers: list[ProjectionLayer]) -> list[ProjectionLayer]:

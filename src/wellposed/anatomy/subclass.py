@@ -4,8 +4,9 @@ The class of a module is changed in place, so that whatever holds the module hol
 class keeps the name of the class below it, because sharding policies go by it, and no importable name leads
 to it: its modules copy and pickle as those of the class below, plus how it was made.
 
-- A marked module differs in nothing, so that no compiled program of another one is taken for it:
-  ``torch.compile`` keeps its programs by class and looks at a module's hooks once, when it compiles.
+- A marked module computes nothing else, so that no compiled program of another one is taken for it:
+  ``torch.compile`` keeps its programs by class and looks at a module's hooks once, when it compiles. A
+  symbolic tracer runs no hooks of the module that it was given, so a marked one refuses to be that.
 - A layer that reads a weight ``W`` through an operation, its child, uses ``f(W)`` wherever it uses the
   weight, and so do calls that take the weight without calling the layer (BEiT's fused attention,
   ``nn.MultiheadAttention``). torch's parametrizations rename the parameter and do not pickle; this keeps its
@@ -17,11 +18,12 @@ The last part is about layers that peft has wrapped: these are found, not made.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.fx import Proxy
+from torch.fx import Proxy, Tracer
 from torch.nn import functional
 
 # Classes made at run time
@@ -87,7 +89,22 @@ def _made(recipe: Any) -> type[nn.Module]:
 
 @functools.cache
 def _marked_class(base: Any) -> type[nn.Module]:
-    return subclass(_marked_class, base)
+    def get_name(self: nn.Module) -> str:
+        _refuse_tracer(sys._getframe(1).f_locals.get("self"), self)
+        name: str = base._get_name(self)
+        return name
+
+    return subclass(_marked_class, base, members={"_get_name": get_name})
+
+
+def _refuse_tracer(asking: Any, module: nn.Module) -> None:
+    """Raise if it is a tracer of torch.fx that asks a module for its name: the one that it begins with."""
+    if isinstance(asking, Tracer) and getattr(asking, "root", None) is module:
+        raise TypeError(
+            f"expected a module around the {type(module).__name__}, whose hooks run edits, got it itself: "
+            "torch.fx leaves out the hooks of the module that it traces; trace the whole model, or use "
+            "torch.export.export."
+        )
 
 
 def _is_marked(module: nn.Module) -> bool:
@@ -146,11 +163,26 @@ def read_plainly(layer: nn.Module) -> None:
         set_class(layer, vars(unmarked_class(layer))["_made_by"][1])
 
 
+def quantised(weight: Tensor) -> str:
+    """In words, that a weight is quantised and cannot be computed with; empty for a plain one."""
+    cls = type(weight)
+    # Quantised weights are of classes of their own, some of which say that they are of floats.
+    if weight.is_floating_point() and (cls is nn.Parameter or cls.__module__.partition(".")[0] == "torch"):
+        return ""
+    return f"is quantised ({cls.__name__} of {str(weight.dtype).removeprefix('torch.')})"
+
+
 def _reader(parameter: str) -> property:
     child = child_name(parameter)
 
     def read(self: nn.Module) -> Any:
-        value = self._modules[child](self._parameters[parameter])  # type: ignore[misc]
+        weight = cast(Tensor, self._parameters[parameter])
+        if type(weight) is not nn.Parameter and (reason := quantised(weight)):
+            raise TypeError(
+                f"expected a plain {parameter} under an edit of it, got a {type(self).__name__} where it "
+                f"{reason}; call wp.fold(model) before you quantise."
+            )
+        value = cast(Any, self._modules[child])(weight)
         if isinstance(value, Proxy):
             # The program would ask the layer for its weight, get f(W), and apply f again.
             raise TypeError(

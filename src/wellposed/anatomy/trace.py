@@ -183,11 +183,13 @@ class _Recorder(TorchFunctionMode):
         self._stack.append(call)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = self._stack.pop()
+        # Still the one at work: what it returns unseen was computed from its arguments.
+        call = self._stack[-1]
         call.results = tuple(self._value(x) for x in tree_iter(output) if isinstance(x, Tensor))
         call.returns_tensor = isinstance(output, Tensor)
         call.end = len(self.trace.ops)
         self.trace.ended.append(call)
+        self._stack.pop()
 
     def _call(self) -> Call | None:
         return self._stack[-1] if self._stack else None
@@ -223,6 +225,11 @@ class _Recorder(TorchFunctionMode):
         self.trace.values.append(Value(shape, floating, maker, learned, tensor))
         self._known[id(tensor)] = len(self.trace.values) - 1
         return self._known[id(tensor)]
+
+
+def is_linear_layer(module: nn.Module) -> bool:
+    """Whether a module says that it is a linear layer, as quantised ones do that keep no plain weight."""
+    return all(isinstance(getattr(module, name, None), int) for name in ("in_features", "out_features"))
 
 
 def _name(func: Any) -> str:

@@ -19,6 +19,7 @@ from wellposed.probes.collapse import Alarm, alarm, signs
 from wellposed.probes.conditioning import ConditioningProbe
 from wellposed.probes.density import DensityProbe
 from wellposed.probes.diagnosis import Diagnosis
+from wellposed.probes.grayed_embedding import GrayedEmbeddingProbe
 from wellposed.probes.images import Batch, image_batches
 from wellposed.probes.jacobian import jacobian_spectrum
 from wellposed.probes.named_inputs import example_of
@@ -64,9 +65,10 @@ def diagnose(
             DataLoader. For texts, sounds or several inputs: a dict of what the model takes (``input_ids``,
             ``attention_mask``, ...), a tensor of token ids, or a DataLoader of these. Padding does not count.
             ``what="weights"`` needs none.
-        what: ``"conditioning"``: kappa, ranks and spectrum of the tokens at each position of each block;
-            ``"density"``: how near attention is to uniform; ``"tokens"``: their norms, outliers and the share
-            of their mean; ``"weights"``: kappa and stable rank of the weights; ``"gradients"``: how much of
+        what: ``"conditioning"``: kappa, ranks and spectrum of the tokens at each position of each block, and
+            kappa right before and after a graying of the embedding or of pixels; ``"density"``: how near
+            attention is to uniform; ``"tokens"``: their norms, outliers and the share of their mean;
+            ``"weights"``: kappa and stable rank of the weights; ``"gradients"``: how much of
             the output's gradient reaches each block, of 4 images; ``"attention"``: pictures of what it looks
             at, of the first image; ``"bounds"``: kappa compared with what the
             paper's propositions say, on 4 images; ``"jacobian"``: extreme singular values of the attention
@@ -115,7 +117,9 @@ def diagnose(
 
             def probes(present: list[Block]) -> list[Probe]:
                 wanted = [block for block in present if block.index in kept]
-                made: list[Probe] = [ConditioningProbe(wanted)] if "conditioning" in chosen else []
+                made: list[Probe] = []
+                if "conditioning" in chosen:
+                    made += [ConditioningProbe(wanted), GrayedEmbeddingProbe(inner)]
                 if "density" in chosen:
                     made.append(DensityProbe(wanted, attention_images, strict=asks_for_density))
                 if "tokens" in chosen:

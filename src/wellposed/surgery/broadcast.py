@@ -94,6 +94,8 @@ def _channels(block: Block, where: BroadcastWhere) -> dict[str, Any]:
     owner = inner(last_linear.owner)
     width = getattr(owner, "in_features" if where == "mlp.middle" else "out_features", None)
     weight = getattr(owner, "weight", None)
+    if callable(weight):  # of torch's own quantised layers
+        weight = weight()
     if not isinstance(width, int) or not isinstance(weight, Tensor):
         raise ValueError(
             f"expected a linear layer at {last_linear.name}, whose size is the number of channels that are "

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.anatomy.model import Block, BlockSelection, join_names, refuse_wrapped
+from wellposed.anatomy.subclass import inner, quantised
 from wellposed.linalg.precision import in_float64, without_autocast
 from wellposed.surgery.choose import choose
 from wellposed.surgery.record import Edits, Setting
@@ -134,4 +135,7 @@ def _layers(block: Block, which: Layers) -> list[tuple[str, nn.Module, str]] | s
             found.append((name, module, "in_proj_weight"))
         if is_wanted and isinstance(module, nn.Linear):
             found.append((name, module, "weight"))
+    for _, layer, parameter in found:
+        if reason := quantised(getattr(inner(layer), parameter)):
+            return f"a weight of it {reason}; edit the model and call wp.fold(model) before"
     return found or f"it has no linear layer of {which}"

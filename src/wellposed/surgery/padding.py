@@ -15,7 +15,7 @@ from torch.fx import Proxy
 from wellposed.anatomy.loops import open_loop
 from wellposed.anatomy.masks import MaskReader, hides, mask_reader
 from wellposed.anatomy.model import Block, Place
-from wellposed.anatomy.subclass import original
+from wellposed.anatomy.subclass import mark, original, unmark
 from wellposed.anatomy.table import Layout, to_tokens
 from wellposed.nn import ContextBroadcast
 from wellposed.surgery.insertion import Inserted, refuse_if
@@ -47,6 +47,7 @@ def watch_padding(block: Block) -> None:
     open_loop(module)
     if tell_padding not in module._forward_pre_hooks.values():
         reading = block.row.stream, block.row.layout_of(module), mask_reader(module)
+        mark(module)
         module.padding_reader = reading  # type: ignore[assignment]
         module.register_forward_pre_hook(tell_padding, prepend=True, with_kwargs=True)
         module.register_forward_hook(drop_padding, always_call=True)
@@ -101,6 +102,7 @@ def watch_patches(model: nn.Module, place: Place) -> None:
         parameters = inspect.signature(type(module).forward).parameters
         masks = [(index - 1, name) for index, name in enumerate(parameters) if name in PATCH_MASKS]
         if masks and tell_patches not in module._forward_pre_hooks.values():
+            mark(module)
             module.patch_masks = masks  # type: ignore[assignment]
             module.register_forward_pre_hook(tell_patches, prepend=True, with_kwargs=True)
             module.register_forward_hook(drop_patches, always_call=True)
@@ -131,8 +133,10 @@ def forget_padding(module: nn.Module) -> None:
     """Undo :func:`watch_padding` and :func:`watch_patches`."""
     if tell_padding in module._forward_pre_hooks.values():
         del module.padding_reader
+        unmark(module)
     if tell_patches in module._forward_pre_hooks.values():
         del module.patch_masks
+        unmark(module)
     before, behind = (tell_padding, tell_patches), (drop_padding, drop_patches)
     for key in [key for key, hook in module._forward_pre_hooks.items() if hook in before]:
         del module._forward_pre_hooks[key]

@@ -11,7 +11,7 @@ from wellposed.text import aligned, ranges
 
 Setting = bool | int | float | str | list[int] | None
 _TITLES = ("edit", "where", "block", "module", "detail")
-_OF_EMBEDDINGS = ("embedding", "pixels")
+OF_EMBEDDINGS = ("embedding", "pixels")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _call(edits: list[Edit]) -> EditCall:
     given: dict[str, Any] = {name: value for name, value in edits[0].settings.items() if value is not None}
     if kind in PLACED_BY:
         given[PLACED_BY[kind]] = where
-    if where not in _OF_EMBEDDINGS:
+    if where not in OF_EMBEDDINGS:
         given["blocks"] = [_index(edit) for edit in edits]
     return EditCall(kind, {name: given[name] for name in ARGUMENTS[kind] if name in given})
 
@@ -136,7 +136,7 @@ def _index(edit: Edit) -> int:
 
 
 def _refuse_unlike_embeddings(keys: list[tuple[str, str, str]]) -> None:
-    for place in _OF_EMBEDDINGS:
+    for place in OF_EMBEDDINGS:
         if sum(kind == GRAY and where == place for kind, where, _ in keys) > 1:
             raise ValueError(
                 f'expected one graying for all embeddings, as gray_tokens(model, where="{place}") makes it, '

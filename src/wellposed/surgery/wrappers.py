@@ -49,7 +49,7 @@ def follow_wrappers(is_edited: Callable[[nn.Module], bool], hook: Hooks, unhook:
             return
         before = parent._modules.get(name)
         if before is not None and is_edited(inner(before)):
-            _warn_of_loss(name, before, child)
+            _warn_of_loss(name, before, child, "is gone")
         if child is None or not is_edited(inner(child)):
             return
         if name == BASE and is_adapted(parent):
@@ -63,12 +63,12 @@ def follow_wrappers(is_edited: Callable[[nn.Module], bool], hook: Hooks, unhook:
     _watching.append(register_module_module_registration_hook(see))
 
 
-def _warn_of_loss(name: str, before: nn.Module, after: nn.Module | None) -> None:
+def _warn_of_loss(name: str, before: nn.Module, after: nn.Module | None, lost: str) -> None:
     kept = after is not None and any(inner(before) is module for module in after.modules())
     if not kept and before is not after:
         warnings.warn(
             f"{name!r}, a {type(before).__name__} with an edit, was replaced by a "
-            f"{type(after).__name__}: the edit is gone. Make it again; wp.edits(model) lists what is left.",
+            f"{type(after).__name__}: the edit {lost}. Make it again; wp.edits(model) lists what is left.",
             UserWarning,
             stacklevel=4,
         )
@@ -78,6 +78,9 @@ def refuse_adapters() -> None:
     """From now on, refuse adapters of peft around a layer whose weight is edited."""
 
     def see(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        before = parent._modules.get(name)
+        if before is not None and edited_weights(inner(before)):
+            _warn_of_loss(name, before, child, "is gone, or in the new weights for good")
         if child is not None and name == BASE and is_adapted(parent) and edited_weights(child):
             raise WrappedModelError(
                 f"expected a layer without an edit of its weight to adapt, got a {type(child).__name__} with "
