@@ -209,8 +209,8 @@ def _measured(p: Tensor, keys: Tensor | None = None, counts: Tensor | None = Non
     parts = torch.split(p.flatten(0, -2), at_once)
     seen = [None] * len(parts) if keys is None else torch.split(keys.flatten(), at_once)
     measured = [
-        torch.stack([measure(rows, few) for measure in MEASURES.values()])
-        for rows, few in zip(parts, seen, strict=True)
+        torch.stack([measure(wide, few) for measure in MEASURES.values()])
+        for wide, few in zip((rows.double() for rows in parts), seen, strict=True)
     ]
     rows = torch.cat(measured, dim=-1).reshape(len(MEASURES), *p.shape[:-1])
     if counts is None:
