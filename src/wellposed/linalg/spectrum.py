@@ -150,6 +150,8 @@ def _cpu_values(x: Tensor) -> Tensor:
     x = x.detach().cpu()  # where MPS, which knows no float64, gets its own
     X = x.reshape(-1, *x.shape[-2:])
     values = X.new_empty((len(X), min(X.shape[1:])), dtype=torch.float64)
+    if not len(X):
+        return values.reshape(*x.shape[:-2], values.shape[1])
     values[:1] = _values(X[:1], svd_first=False)
     svd_first = bool(_is_hard(values[:1]).any())  # tokens of one position are much alike
     rest, of_rest = X[1:], values[1:]
@@ -158,7 +160,7 @@ def _cpu_values(x: Tensor) -> Tensor:
         of_rest[chunk] = _values(rest[chunk], svd_first)
 
     over_chunks(some, len(rest), X.shape[1] * X.shape[2])
-    return values.reshape(*x.shape[:-2], -1) if X.numel() else values.reshape(*x.shape[:-2], X.shape[1])
+    return values.reshape(*x.shape[:-2], -1)
 
 
 def _values(x: Tensor, svd_first: bool) -> Tensor:
