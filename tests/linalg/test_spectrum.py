@@ -157,6 +157,23 @@ def test_known_values_serve() -> None:
     assert torch.equal(given_values.kappa, condition_number(x).kappa)
 
 
+@pytest.mark.parametrize("shape", [(0, 5, 7), (2, 0, 8, 5)])
+def test_no_matrices_have_no_values(shape: tuple[int, ...]) -> None:
+    x = torch.empty(shape)
+    assert singular_values(x).shape == (*shape[:-2], 5)
+    assert condition_number(x).kappa.shape == shape[:-2]
+
+
+@pytest.mark.parametrize("n", [30, 32])
+def test_a_matrix_has_the_same_values_among_any_others(n: int) -> None:
+    # Where the first is hard, with kappa above 3e4, the SVD comes first for all.
+    x = with_singular_values(geometric(n, 50.0), n, 41, batch=(7,)).matrix().float()
+    x[::2] *= torch.logspace(0, -7, 41)
+    values = singular_values(x)
+    assert torch.equal(singular_values(x[1:]), values[1:])
+    assert torch.equal(torch.stack([singular_values(one) for one in x]), values)
+
+
 def test_autocast_does_not_round(way: str) -> None:
     x = with_singular_values(geometric(16, 1e4), 16, 40).matrix().float()
     with torch.autocast("cpu", torch.bfloat16):

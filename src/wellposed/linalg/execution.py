@@ -3,7 +3,7 @@
 Only eager code may keep tensors from one call to the next and share a batch among threads.
 
 LAPACK takes one matrix of a batch after the other, and a second thread hardly helps with a small one. So a
-batch is cut into chunks, which threads of one BLAS thread each work off; a chunk fits into a core's cache.
+batch is cut into chunks, which threads of one BLAS thread each work off.
 
 A backward pass that cannot be differentiated again says so. torch's ``once_differentiable`` marks only what
 comes of upstream gradients that need one themselves. That of a sum needs none, and under ``torch.func``
@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-_ENTRIES = 2**18
-"""Of the square matrices of a chunk: 2 MiB in float64."""
+_ENTRIES = 2**20
+"""Of the matrices of a chunk: 8 MiB in float64. With fewer, what a chunk costs beside its products shows."""
 
 REFUSAL = (
     "trying to differentiate twice: expected at most one derivative of this graying, its backward pass has "
@@ -62,13 +62,13 @@ def is_jit_traced() -> bool:
     return not torch.compiler.is_compiling() and torch._C._is_tracing()
 
 
-def over_chunks(work: Callable[[slice], object], count: int, side: int) -> None:
-    """Call ``work`` for slices that together are the matrices 0 to ``count``, with ``side`` rows each.
+def over_chunks(work: Callable[[slice], object], count: int, entries: int) -> None:
+    """Call ``work`` for slices that together are the matrices 0 to ``count``, of so many entries each.
 
     As many calls run at a time as torch has threads here, without gradients and outside of autocast.
     """
     threads = torch.get_num_threads()
-    at_once = min(max(_ENTRIES // side**2, 1), max(-(-count // threads), 1))
+    at_once = min(max(_ENTRIES // entries, 1), max(-(-count // threads), 1))
     chunks = [slice(start, min(start + at_once, count)) for start in range(0, count, at_once)]
     is_inference = torch.is_inference_mode_enabled()
 

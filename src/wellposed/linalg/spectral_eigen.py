@@ -93,7 +93,7 @@ def eigen_forward(x: Tensor, power: Power, keep: bool) -> tuple[Tensor, Eigen | 
     if is_traced():
         y, eigen = _forward(x, power, _new, None, None)
         return y, eigen if keep else None
-    take, (count, n, _) = _memory(), x.shape
+    take, (count, n, d) = _memory(), x.shape
     y, kept = torch.empty_like(x), None
     if keep:
         t, s_max, unit = (x.new_empty(shape, dtype=torch.float64) for shape in ((count, n), count, count))
@@ -107,7 +107,7 @@ def eigen_forward(x: Tensor, power: Power, keep: bool) -> tuple[Tensor, Eigen | 
             for place, value in zip(into[2:], found[2:], strict=True):
                 place.copy_(value)
 
-    over_chunks(some, count, n)
+    over_chunks(some, count, n * d)
     return y, kept
 
 
@@ -120,7 +120,7 @@ def eigen_backward(grad: Tensor, eigen: Eigen, power: Power) -> Tensor:
     def some(chunk: slice) -> None:
         _backward(grad[chunk], eigen.of(chunk), power.of(chunk), take, out[chunk])
 
-    over_chunks(some, len(grad), eigen.QT.shape[-1])
+    over_chunks(some, len(grad), grad.shape[1] * grad.shape[2])
     return out
 
 
@@ -150,7 +150,7 @@ def _forward(
     A = gram_matrix(X, take("A", square, dtype))
     # LAPACK refuses the whole batch for one NaN: bad matrices pass through it as zeros.
     finite = A.diagonal(dim1=1, dim2=2).sum(-1).isfinite()
-    eigenvalues, Q = torch.linalg.eigh(_where(finite, A, 0))
+    eigenvalues, Q = _eigh(_where(finite, A, 0), take("Q", square, dtype))
     top = eigenvalues[:, -1:].double()
     t = torch.where(top > 0, eigenvalues.double() / _or_one(top), 1)
     s_max = top.clamp(min=0).sqrt()[:, 0]
@@ -163,11 +163,14 @@ def _forward(
     fits = x.dtype.itemsize <= work.itemsize
     size = (unit if fits else torch.ones_like(unit)) if rescale else 1 / _or_one(s_max)
     gain = (power.gain(t) + power.shift) * torch.where(finite, size, torch.nan)[:, None]
-    if y is not None and kept is None and not is_narrow and fits:  # one product less, as many digits
-        Z = torch.bmm((QT * gain[..., None].to(work)).mT, QT, out=take("A", square, dtype))
-        return _product(Z, X, x.dtype, y), Eigen(QT, X, t, s_max, unit.double())
+    wide = take("wide", shape, dtype)
+    # One product less, as many digits; it has to be in dtype, so that it pays for long matrices only.
+    if y is not None and kept is None and fits and (not is_narrow or 2 * shape[1] <= shape[2]):
+        by_column = (gain / unit[:, None] if is_narrow else gain)[..., None].to(dtype)
+        Z = torch.bmm(torch.mul(QT, by_column).mT, QT, out=take("A", square, dtype))
+        return _product(Z, X, x.dtype, y, wide), Eigen(QT, X, t, s_max, unit.double())
     into = take("W", shape, work) if kept is None else kept.W
-    W = _product((QT / unit[:, None, None]).to(dtype) if is_narrow else QT, X, work, into)
+    W = _product((QT / unit[:, None, None]).to(dtype) if is_narrow else QT, X, work, into, wide)
     QT = QT.to(work) if kept is None else kept.QT.copy_(QT)
     scaled_Q = (QT * gain[..., None].to(work)).mT
     if rescale and not fits:
@@ -225,11 +228,23 @@ def _divided_differences(t: Tensor, gain: Tensor, power: Power) -> Tensor:
     return torch.where(near, (slope[:, :, None] + slope[:, None]) / 2, difference)
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
-    """A B in ``dtype``, written to ``into`` if there is one."""
+def _product(
+    a: Tensor, b: Tensor, dtype: torch.dtype, into: Tensor | None, wide: Tensor | None = None
+) -> Tensor:
+    """A B in ``dtype``, written to ``into`` if there is one; ``wide`` is memory for it as it is made."""
     if into is None:
         return torch.bmm(a, b).to(dtype)
-    return torch.bmm(a, b, out=into) if a.dtype == dtype else into.copy_(torch.bmm(a, b))
+    return torch.bmm(a, b, out=into) if a.dtype == dtype else into.copy_(torch.bmm(a, b, out=wide))
+
+
+def _eigh(A: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors, these written to the transpose of ``into``, as LAPACK has them."""
+    if into is None:
+        values, vectors = torch.linalg.eigh(A)
+        return values, vectors
+    values, vectors = A.new_empty(A.shape[:2]), into.mT
+    torch.linalg.eigh(A, out=(values, vectors))
+    return values, vectors
 
 
 def _converted(x: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:

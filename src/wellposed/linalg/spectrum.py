@@ -81,7 +81,7 @@ def condition_number(
             largest, smallest, norm = values[..., 0], values[..., -1], values.square().sum(-1).sqrt()
         else:
             wide = _wide(x)
-            in_range, scale = _in_range(x, wide)
+            in_range, scale = _in_range(x.dtype, wide)
             largest, smallest = (value * scale for value in _extremes_by_squaring(in_range))
             norm = in_range.square().sum((-2, -1)).sqrt() * scale
         kappa, limit = largest / smallest, _limit(x, norm, largest, roundings)
@@ -100,7 +100,7 @@ def singular_values(x: Tensor) -> Tensor:
     with torch.no_grad(), without_autocast(x):
         if _by_lapack(x):
             return _cpu_values(x)
-        in_range, scale = _in_range(x, _wide(x))
+        in_range, scale = _in_range(x.dtype, _wide(x))
         return _gram_values(in_range) * scale[..., None]
 
 
@@ -149,32 +149,64 @@ def _wide(x: Tensor) -> Tensor:
 def _cpu_values(x: Tensor) -> Tensor:
     x = x.detach().cpu()  # where MPS, which knows no float64, gets its own
     X = x.reshape(-1, *x.shape[-2:])
-    X = X if X.shape[1] <= X.shape[2] else X.mT
-    values = X.new_empty(X.shape[:2], dtype=torch.float64)
+    values = X.new_empty((len(X), min(X.shape[1:])), dtype=torch.float64)
+    if not len(X):
+        return values.reshape(*x.shape[:-2], values.shape[1])
+    values[:1] = _values(X[:1], svd_first=False)
+    svd_first = bool(_is_hard(values[:1]).any())  # tokens of one position are much alike
+    rest, of_rest = X[1:], values[1:]
 
     def some(chunk: slice) -> None:
-        values[chunk] = _values(X[chunk])
+        of_rest[chunk] = _values(rest[chunk], svd_first)
 
-    over_chunks(some, len(X), X.shape[1])
-    return values.reshape(*x.shape[:-2], -1) if X.numel() else values.reshape(*x.shape[:-2], X.shape[1])
+    over_chunks(some, len(rest), X.shape[1] * X.shape[2])
+    return values.reshape(*x.shape[:-2], -1)
 
 
-def _values(x: Tensor) -> Tensor:
-    """Of matrices (B, n, d), n <= d."""
+def _values(x: Tensor, svd_first: bool) -> Tensor:
+    """Of matrices (B, N, D): from the Gram matrix, or where that finds a matrix hard, by the SVD.
+
+    With ``svd_first`` they are the same, and hard matrices cost no Gram matrix.
+    """
     # The same numbers may be rounded otherwise where they lie otherwise in memory. With rows that begin at
-    # multiples of 64 bytes, and a copy of each Gram matrix, a matrix has one kappa wherever in a batch it is.
-    wide = torch.nn.functional.pad(x.double(), (0, -x.shape[2] % 8)).contiguous()
-    # LAPACK refuses the whole batch for one NaN: bad matrices pass through it as zeros.
+    # multiples of 64 bytes, and so each Gram matrix, a matrix has one kappa wherever in a batch it is.
+    columns = x.shape[2]
+    wide = x.new_zeros((*x.shape[:2], columns + -columns % 8), dtype=torch.float64)
+    wide[..., :columns] = x
+    wide = wide if x.shape[1] <= columns else wide[..., :columns].mT
+    if not svd_first:
+        return _gram_then_lapack(x.dtype, wide)
+    values = wide.new_full(wide.shape[:2], torch.nan)
     finite = wide.isfinite().all(-1).all(-1)
+    values[finite] = _lapack_values(wide[finite])
+    # Near the limit the Gram matrix decides.
+    is_open = finite & ~_is_hard(values, 2 * _HARD_ON_CPU)
+    if is_open.any():
+        values[is_open] = _gram_then_lapack(x.dtype, wide[is_open])
+    return values
+
+
+def _gram_then_lapack(dtype: torch.dtype, wide: Tensor) -> Tensor:
+    """Of matrices (B, n, d), n <= d, that were in ``dtype``."""
+    in_range, scale = _in_range(dtype, wide)
+    grams = gram_matrix(in_range)
+    # LAPACK refuses the whole batch for one NaN: bad matrices pass through it as zeros.
+    finite = grams.diagonal(dim1=1, dim2=2).sum(-1).isfinite()
     if not finite.all():
-        wide = torch.where(finite[:, None, None], wide, 0)
-    in_range, scale = _in_range(x, wide)
-    eigenvalues = torch.stack([torch.linalg.eigvalsh(A) for A in gram_matrix(in_range)])
+        grams = torch.where(finite[:, None, None], grams, 0)
+    is_aligned = grams.shape[1] % 8 == 0
+    eigenvalues = (
+        torch.linalg.eigvalsh(grams) if is_aligned else torch.stack([torch.linalg.eigvalsh(A) for A in grams])
+    )
     values = eigenvalues.flip(-1).clamp(min=0).sqrt() * scale[:, None]
-    is_hard = values[:, -1] * _HARD_ON_CPU < values[:, 0]
+    is_hard = _is_hard(values)
     if is_hard.any():
         values[is_hard] = _lapack_values(wide[is_hard])
     return torch.where(finite[:, None], values, torch.nan)
+
+
+def _is_hard(values: Tensor, kappa: float = _HARD_ON_CPU) -> Tensor:
+    return values[:, -1] * kappa < values[:, 0]
 
 
 def _lapack_values(x: Tensor) -> Tensor:
@@ -184,9 +216,9 @@ def _lapack_values(x: Tensor) -> Tensor:
     return values
 
 
-def _in_range(x: Tensor, wide: Tensor) -> tuple[Tensor, Tensor]:
-    """``wide`` scaled so that its squares stay in the range of float64, and the scale (...)."""
-    if x.dtype != torch.float64:  # squares of narrower types do anyway
+def _in_range(dtype: torch.dtype, wide: Tensor) -> tuple[Tensor, Tensor]:
+    """``wide``, which was in ``dtype``, scaled so that float64 holds its squares; the scale (...)."""
+    if dtype != torch.float64:  # squares of narrower types do anyway
         return wide, torch.ones(wide.shape[:-2], dtype=wide.dtype, device=wide.device)
     largest = wide.abs().amax((-2, -1), keepdim=True)
     scale = torch.where(largest > 0, largest, 1)

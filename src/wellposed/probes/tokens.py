@@ -132,7 +132,8 @@ def _measured(tokens: Tensor) -> Tensor:
         return torch.tensor([0.0, *[math.nan] * (len(MEASURES) - 1)], dtype=torch.float64)[:, None].expand(
             -1, len(tokens)
         )
-    return torch.stack([measure(tokens) for measure in MEASURES.values()]).cpu()
+    wide = in_float64(tokens)
+    return torch.stack([measure(wide) for measure in MEASURES.values()]).cpu()
 
 
 def _records(block: Block, position: str, seen: _Seen) -> Iterator[Record]:
