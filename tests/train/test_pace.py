@@ -12,7 +12,8 @@ from wellposed.train.fitting import from_data as resolve
 from wellposed.train.fitting import from_model, own_patch
 from wellposed.train.loop import PacedMonitor
 from wellposed.train.optimizer import SCHEDULES, make_schedule
-from wellposed.train.runs import decisive, default_folder
+from wellposed.train.recipe import decisive
+from wellposed.train.runs import default_folder
 
 
 class Clock:

@@ -35,7 +35,7 @@ from wellposed.train.edits import whole
 from wellposed.train.export import ENVIRONMENT, RECIPE, RESULT, WEIGHTS
 from wellposed.train.model import build_model, start_from
 from wellposed.train.optimizer import EpsSchedule
-from wellposed.train.recipe import REMOVED, Recipe, read_recipe, write_recipe
+from wellposed.train.recipe import REMOVED, Recipe, changes_of, decisive, read_recipe, write_recipe
 
 
 def default_folder(recipe: Recipe) -> Path:
@@ -51,12 +51,6 @@ def default_folder(recipe: Recipe) -> Path:
     data = kind if colon and kind not in ("packed", "hf", "wds", "folder") else Path(rest or kind).stem
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{data}-{recipe.model}").strip("-.")
     return Path("runs") / f"{name}-{digest}"
-
-
-def decisive(recipe: Recipe) -> dict[str, Any]:
-    """The fields that decide the result; the others may change when a run is resumed."""
-    free = {field.name for field in dataclasses.fields(recipe) if field.metadata["free"]}
-    return {name: value for name, value in recipe.to_mapping().items() if name not in free}
 
 
 def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any] | None:
@@ -78,20 +72,13 @@ def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any]
                 {name: new[name] for name in ("floor",) if name in new} | whole(old)
                 for old, new in zip(earlier, recipe.edits, strict=True)
             ]
-        changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-        if changed:
-            listed = ", ".join(
-                f"{name} {before.get(name, 'unset')!r} there, {now.get(name, 'unset')!r} now"
-                for name in changed
-            )
+        if changed := changes_of(before, now):
+            listed = ", ".join(f"{name} {there!r} there, {here!r} now" for name, there, here in changed)
             raise ValueError(
                 f"{folder} holds a run of another recipe ({listed}); take another --out, or --overwrite."
             )
-        result = folder / RESULT
-        if result.is_file():
-            done = read_result(folder)
-            if done.get("finished"):
-                return done
+        if (folder / RESULT).is_file() and (done := read_result(folder)).get("finished"):
+            return done
     elif folder.is_dir() and any(folder.iterdir()):
         # A log may be there already, written by what started the run.
         strangers = [path.name for path in folder.iterdir() if path.suffix not in (".txt", ".log")]

@@ -28,7 +28,15 @@ from wellposed.files import alone_in, write_cells, write_json
 from wellposed.records import short
 from wellposed.run_records import best_accuracy
 from wellposed.text import aligned
-from wellposed.train.recipe import SUFFIX, Recipe, combine, read_recipe, write_recipe
+from wellposed.train.recipe import (
+    SUFFIX,
+    Recipe,
+    changes_of,
+    combine,
+    decisive,
+    read_recipe,
+    write_recipe,
+)
 from wellposed.train.screen import duration, percent, rate
 from wellposed.train.sweep.processes import (
     LOG,
@@ -231,15 +239,11 @@ def _require_same(run: Run) -> None:
     trained = run.folder.is_dir() and any(path.name != LOG for path in run.folder.iterdir())
     if not trained or not run.recipe_file.exists():
         return
-    before = combine(read_recipe(run.recipe_file), {})
-    changed = [
-        f"{field.name} was {getattr(before, field.name)!r}, now {getattr(run.recipe, field.name)!r}"
-        for field in dataclasses.fields(Recipe)
-        if not field.metadata["free"] and getattr(before, field.name) != getattr(run.recipe, field.name)
-    ]
+    changed = changes_of(decisive(Recipe.from_mapping(read_recipe(run.recipe_file))), decisive(run.recipe))
     if changed:
+        listed = "; ".join(f"{name} was {before!r}, now {now!r}" for name, before, now in changed)
         raise ValueError(
-            f"{run.folder} holds a run of another recipe: {'; '.join(changed)}. "
+            f"{run.folder} holds a run of another recipe: {listed}. "
             "Choose another --out, or delete the folder."
         )
 
