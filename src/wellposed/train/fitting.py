@@ -37,8 +37,8 @@ from wellposed.train.batches import check_images, check_share, choose_placement,
 from wellposed.train.checkpoint import Store, recover
 from wellposed.train.data import ImageData, UnreadableImageError, open_data
 from wellposed.train.edits import DEVICE_FLOORS, whole
-from wellposed.train.export import ENVIRONMENT, RECIPE, Exported, Weights, export_weights
-from wellposed.train.loop import Loop, Status, StopRequest, first_test_images
+from wellposed.train.export import ENVIRONMENT, RECIPE, Exported, export_weights
+from wellposed.train.loop import Loop, Status, StopRequest, Weights
 from wellposed.train.mae import check_mae, mae_warnings
 from wellposed.train.model import Built, build_model, make_task, weights_file
 from wellposed.train.optimizer import check_optimizer
@@ -165,8 +165,7 @@ def _train(resolved: "Resolved", accelerator: "Accelerator", folder: Path, conso
     with closing(train), room_for_programs(recipe, built.model):
         task = make_task(built.model, recipe, rank(), world())
         task.module.to(device)
-        images = first_test_images(test) if recipe.monitor_every != 0 else None
-        exported = Exported(
+        of_run = Exported(
             recipe=recipe,
             model_kwargs=built.options,
             classes=data.classes,
@@ -174,23 +173,17 @@ def _train(resolved: "Resolved", accelerator: "Accelerator", folder: Path, conso
             std=built.std,
             image_size=recipe.image_size,
             environment=about,
+            train_images=train.images,
+            test_images=test.images,
         )
 
         def export(name: str, weights: Weights) -> None:
-            of_them = replace(
-                exported,
-                accuracy=weights.accuracy,
-                update=weights.update,
-                edits=weights.edits,
-                note=weights.note,
-                train_images=train.images,
-                test_images=test.images,
-            )
-            export_weights(folder / name, weights.state, of_them)
+            state, said = weights
+            export_weights(folder / name, state, replace(of_run, **said))
 
         store = Store(folder / "checkpoints", recipe.keep)
         module = distribute(task.module, task.trunk, recipe, device)
-        loop = Loop(recipe, task, module, train, test, accelerator, store, export, images)
+        loop = Loop(recipe, task, module, train, test, accelerator, store, export)
         checkpoint = store.newest() if is_first() else None
         found = from_first(lambda: checkpoint is not None, device)
         if found:
