@@ -16,6 +16,7 @@ from wellposed.environment import without_secrets
 from wellposed.files import plain
 from wellposed.models import timm_architecture
 from wellposed.run_records import NAME as LOG
+from wellposed.run_records import RESULT
 from wellposed.surgery.record import Edit, Edits
 from wellposed.train import checkpoint
 from wellposed.train.edits import calls, code_of
@@ -70,7 +71,7 @@ class Exported:
 
 
 WEIGHTS = "model.safetensors"
-RECIPE, RESULT, ENVIRONMENT = "recipe.toml", "result.json", "environment.json"
+RECIPE, ENVIRONMENT = "recipe.toml", "environment.json"
 """In the folder of a run; the recipe is with its weights too."""
 
 

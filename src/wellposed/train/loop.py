@@ -252,7 +252,7 @@ class Loop:
         self.recorded: RecordedPass | None = None
         if is_recorded_here(recipe, self.device):
             cuda = CudaRecorder(self.device)
-            self.recorded = RecordedPass(self._backward, self.parameters, cuda.launch, cuda.record)
+            self.recorded = RecordedPass(self._recordable, self.parameters, cuda.launch, cuda.record)
         self.optimizer = make_optimizer(task.module, recipe)
         self.schedule = make_schedule(self.optimizer, recipe, train.updates_per_epoch)
         self.updates = recipe.epochs * train.updates_per_epoch
@@ -320,11 +320,12 @@ class Loop:
         loss_total = torch.zeros((), device=self.device)
         for number, batch in enumerate(passes):
             with accumulating(self.module, number == len(passes) - 1):
-                inputs = self.task.inputs(batch, update, number)
                 if self.recorded is not None:
-                    loss, correct = self.recorded(inputs, batch)
+                    loss, correct = self.recorded(self.task.inputs(batch, update, number), batch)
                 else:
-                    loss, correct = self._backward(inputs, batch, len(passes))
+                    loss, correct = self._forward(self.forward, update, number, batch)
+                    torch.autograd.backward(loss / len(passes))
+                    loss = loss.detach()
             loss_total = loss_total + loss / len(passes)
             if correct is not None:
                 sums.values[1] += correct
@@ -338,10 +339,13 @@ class Loop:
         sums.values[2] += 1
         return norm
 
-    def _backward(self, inputs: tuple[Tensor, ...], batch: Batch, passes: int = 1) -> Outcome:
-        """One of the passes of an update."""
+    def _forward(self, forward: Any, update: int, number: int, batch: Batch) -> Outcome:
+        return self._loss(forward, self.task.inputs(batch, update, number), batch)
+
+    def _recordable(self, inputs: tuple[Tensor, ...], batch: Batch) -> Outcome:
+        """Forward and backward pass; it must not wait for the device."""
         loss, correct = self._loss(self.forward, inputs, batch)
-        torch.autograd.backward(loss / passes)
+        torch.autograd.backward(loss)
         return loss.detach(), correct
 
     def _loss(self, forward: Any, inputs: tuple[Tensor, ...], batch: Batch) -> Outcome:
@@ -416,9 +420,7 @@ class Loop:
             folder,
             update=update,
             passes=self.train.at(update),
-            run_pass=lambda number, batch: self._loss(
-                self.module, self.task.inputs(batch, update, number), batch
-            )[0],
+            run_pass=lambda number, batch: self._forward(self.module, update, number, batch)[0],
             module=self.task.module,
             measured=measured,
             rank=self.rank,

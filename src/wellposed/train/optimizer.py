@@ -236,16 +236,14 @@ def explain(
 
     The weights are still those before the update and its batch can be made again, so the pass is run again,
     watched: which module's output was the first that is not finite, the norm of every module's output, of
-    every parameter and of its gradient, and kappa and density of the model.
+    every parameter and of its gradient, and kappa and density of the model. The first process writes
+    report.json, every process its batch.
 
     Args:
-        folder: for the files: report.json of the first process, every process's batch.
-        update: the bad one.
-        passes: its batches.
+        update, passes: the bad one and its batches.
         run_pass: makes one forward pass, eagerly, and returns the loss; gradients are cleared by the caller.
         module: what is trained.
         measured: of the monitor, at the weights before the update.
-        rank: of this process.
     """
     outputs: dict[str, float] = {}
     losses = []
