@@ -562,9 +562,9 @@ class TrainBatches:
             plan = draw(self.augmentation, order.seed, update, order.batch_size, self.size)
             plans = list(upload(plan[order.positions], self.device).unbind(0))
         batches = []
-        for plan, (pixels, indices, labels) in zip(plans, loaded, strict=True):
+        for drawn, (pixels, indices, labels) in zip(plans, loaded, strict=True):
             images = self._augmented(
-                pixels, indices, plan, self.mean, self.std, self._noise, self.augmentation
+                pixels, indices, drawn, self.mean, self.std, self._noise, self.augmentation
             )
             batches.append(Batch(*self.mixing(update, images, labels)))
         return batches

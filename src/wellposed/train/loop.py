@@ -4,6 +4,7 @@ Nothing here waits for the device at every update. The host reads numbers every 
 the guard every few.
 """
 
+import contextlib
 import math
 import os
 import shutil
@@ -219,14 +220,8 @@ class Sums:
 class Loop:
     """One run on this process. :meth:`run` does it; the rest are its steps.
 
-    Args:
-        recipe: resolved.
-        task: its module is on the device.
-        module: the task's module, replicated or sharded.
-        train, test: batches.
-        accelerator: of this process.
-        store: of checkpoints.
-        export: writes weights for people.
+    The recipe is resolved, the task's module is on the device, and ``module`` is the same, replicated or
+    sharded. ``export`` writes weights for people.
     """
 
     reporter: Reporter
@@ -410,7 +405,10 @@ class Loop:
         if self.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier start, at the same update
         wait_for_all()
-        measured = self._measured()
+        measured: dict[str, float] = {}
+        with contextlib.suppress(UnknownModelError):  # a model without known blocks has no kappa
+            monitor = self._new_monitor() if self.monitor is None else self.monitor.monitor
+            measured = monitor.measure()
         self.task.train_mode()
         self.optimizer.zero_grad(set_to_none=True)
         seed_update(self.recipe.seed, update, self.rank)
@@ -440,15 +438,6 @@ class Loop:
         is_mae = self.recipe.task == "mae"
         blocks = slice(0, len(anatomy.blocks(self.task.trunk))) if is_mae else None
         return Monitor(self.task.watched(), next(iter(self.test)).images[:IMAGES], blocks=blocks)
-
-    def _measured(self) -> dict[str, float]:
-        """Kappa and density now, with or without a monitor; nothing of a model without known blocks."""
-        if self.monitor is not None:
-            return self.monitor.monitor.measure()
-        try:
-            return self._new_monitor().measure()
-        except UnknownModelError:
-            return {}
 
     def _measure_of_before(self) -> None:
         """Measure at the start, and what a run was stopped before."""

@@ -120,8 +120,7 @@ class Guard:
     """Makes the optimizer's steps, except bad ones.
 
     Args:
-        module: whose running statistics a bad batch must not reach either.
-        optimizer: of its parameters.
+        module, optimizer: a bad batch must not reach the module's running statistics either.
         device: where the loss is.
         continues: a bad update is skipped and training continues, else all later ones are skipped too.
         on_host: read the flag at every update.
@@ -195,11 +194,8 @@ def eps_at(start: float, end: float, done: float, schedule: str) -> float:
 class EpsSchedule:
     """Sets the power of every graying whose edit says how it changes (``eps_end``), in some models.
 
-    The power becomes a tensor that is written to, so that a compiled model is not compiled again.
-
-    Args:
-        models: on their device, edited by :func:`wellposed.train.edits.apply_edits`.
-        updates: of the whole run.
+    The power becomes a tensor that is written to, so that a compiled model is not compiled again. The models
+    are on their device, edited by :func:`wellposed.train.edits.apply_edits`.
     """
 
     def __init__(self, models: Iterable[nn.Module], updates: int) -> None:

@@ -428,16 +428,16 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         said = str(error).replace("end of document", f"the end, line {text.count(chr(10)) + 1}")
         raise ValueError(f"{path} is not valid TOML: {said}") from error
-    with _named(path):
+    with named(path):
         given = with_edits(given)
     values = without_removed(given, str(path))
     require_known(values, str(path))
-    with _named(path):
+    with named(path):
         return {name: checked(name, value) for name, value in values.items()}
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def named(path: Path) -> Iterator[None]:
     """An error inside names the file."""
     try:
         yield

@@ -30,14 +30,11 @@ class Reporter:
     """Reports one start of a run; a resumed run has one for each start. Nothing here stops the run.
 
     Args:
-        folder: of the run.
-        recipe: with all fields filled in.
-        updates: of the whole run.
+        folder, recipe, updates: of the run, with all fields filled in.
         start: updates that were done before this start.
         main: whether this process reports; for the others every call does nothing.
         accelerator: made with ``log_with=tracker_names(recipe), project_dir=folder``; None for no trackers.
-        console: to show on; None is standard error.
-        quiet: show nothing.
+        console, quiet: to show on, None is standard error; show nothing.
         about: rows of the end table that only the caller knows, such as ``parameters``.
     """
 

@@ -456,13 +456,7 @@ def refusal(what: str, messages: Sequence[str], total: int) -> UnreadableImageEr
 
 
 class Readable(NamedTuple):
-    """What could be decoded of a split.
-
-    Args:
-        pixels: (m, C, S, S), of the readable images.
-        indices: (m,), which images of the split those are; ``split.subset(indices)`` has their labels.
-        unreadable: a message for each of the others, which names it and says why.
-    """
+    """What could be decoded of a split, (m, C, S, S); which of its images those are; why others are not."""
 
     pixels: Bytes
     indices: Indices

@@ -34,6 +34,7 @@ from wellposed.train.recipe import (
     changes_of,
     combine,
     decisive,
+    named,
     read_recipe,
     write_recipe,
 )
@@ -138,7 +139,12 @@ def plan(
         raise ValueError(f"seeds must be different numbers, got {list(seeds)}.")
     files = find_recipes(sources, without=out)
     runs = []
-    for group, recipe in zip(distinct_names(files), [_read(file, changes) for file in files], strict=True):
+    recipes = []
+    for file in files:
+        values = read_recipe(file)
+        with named(file):
+            recipes.append(combine(values, changes))
+    for group, recipe in zip(distinct_names(files), recipes, strict=True):
         for seed in [None] if seeds is None else seeds:
             name = group if seed is None else f"{group}-seed{seed}"
             seeded = recipe if seed is None else dataclasses.replace(recipe, seed=seed)
@@ -183,14 +189,6 @@ def distinct_names(files: Sequence[Path]) -> list[str]:
     return list(names.values())
 
 
-def _read(file: Path, changes: Mapping[str, Any]) -> Recipe:
-    values = read_recipe(file)
-    try:
-        return combine(values, changes)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{file}: {error}") from error
-
-
 def train_runs(
     runs: Sequence[Run],
     *,
@@ -201,16 +199,9 @@ def train_runs(
     cluster: "Resources | None" = None,
     at_end: Callable[[Sequence[Child]], None] = lambda children: None,
 ) -> tuple[list[Child], int]:
-    """Train runs side by side; what became of them, and an exit code.
+    """Train runs, whose folders are in ``out``; what became of them, and an exit code. See :func:`run`.
 
-    Args:
-        runs: whose folders are in ``out``.
-        out: locked meanwhile.
-        jobs: runs at a time.
-        command: as of :func:`run`.
-        console: where to print.
-        cluster: as of :func:`run`.
-        at_end: called while the folder is still locked and signals wait.
+    ``at_end`` is called while ``out`` is still locked and signals wait.
     """
     out.mkdir(parents=True, exist_ok=True)
     with alone_in(out) as lock:

@@ -69,13 +69,7 @@ class LocalProcess(subprocess.Popen[bytes]):
 
 @dataclass(frozen=True)
 class LocalEngine:
-    """Processes of this machine.
-
-    Args:
-        command: what is called with a recipe and ``--out FOLDER``.
-        environment: of the processes.
-        inherited: open files that they hold too.
-    """
+    """Processes of this machine: a command with RECIPE --out FOLDER, which hold the ``inherited`` files."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -97,21 +91,14 @@ class LocalEngine:
 
 
 class Progress:
-    """The newest numbers of a run; :meth:`refresh` reads what was added since the last time.
-
-    Attributes:
-        update: updates done.
-        updates: updates in all, None until the run has said it.
-        accuracy: of the last test.
-        rate: images a second.
-    """
+    """The newest numbers of a run; :meth:`refresh` reads what was added since the last time."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._position = file, 0
         self.update: float | None = None
-        self.updates: float | None = None
-        self.accuracy: float | None = None
-        self.rate: float | None = None
+        self.updates: float | None = None  # in all; None until the run has said it
+        self.accuracy: float | None = None  # of the last test
+        self.rate: float | None = None  # images a second
 
     def refresh(self) -> None:
         """Read the new lines. One that is not whole yet waits for its end, one that is torn is skipped."""
