@@ -29,7 +29,7 @@ from wellposed.train.checkpoint import Store
 from wellposed.train.data import ImageData, Split
 from wellposed.train.data.images import PixelImages
 from wellposed.train.fitting import from_data, from_model
-from wellposed.train.loop import LOOK_EVERY, USUAL, Loop, Sums, first_test_images, paced
+from wellposed.train.loop import LOOK_EVERY, USUAL, Loop, Sums, paced
 from wellposed.train.model import build_model, make_task
 from wellposed.train.optimizer import make_optimizer
 from wellposed.train.order import generators_kept
@@ -175,10 +175,9 @@ def _loop(recipe: Recipe, data: ImageData, accelerator: "Accelerator", folder: P
     )
     task = make_task(built.model, recipe)
     task.module.to(accelerator.device)
-    images = first_test_images(test)
     # Enough epochs that the schedule does not end within the measurement.
     recipe = replace(recipe, epochs=10_000, monitor_every=USUAL)
-    loop = Loop(recipe, task, task.module, train, test, accelerator, Store(folder), lambda *_: None, images)
+    loop = Loop(recipe, task, task.module, train, test, accelerator, Store(folder), lambda *_: None)
     task.train_mode()
     return loop
 

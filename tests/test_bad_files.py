@@ -34,8 +34,8 @@ from wellposed.train import checkpoint as manifest
 from wellposed.train.batches import read_by
 from wellposed.train.checkpoint import Store
 from wellposed.train.data import open_data
+from wellposed.train.fitting import open_folder
 from wellposed.train.recipe import read_recipe
-from wellposed.train.runs import open_folder
 
 DEEP = "[" * 200_000 + "]" * 200_000
 

@@ -5,6 +5,7 @@ records.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -80,6 +81,18 @@ def test_the_package_imports_neither_studies_nor_benchmarks() -> None:
     outside = {"studies", "benchmarks", "tests", "tools", "examples"}
     assert [each for each in edges(PACKAGE, "wellposed") if each[1] in outside] == []
     assert "studies" in {other for _, other, *_ in edges(ROOT / "tests" / "studies", "tests.studies")}
+
+
+def test_the_way_through_the_trainer_names_all_of_its_files() -> None:
+    """And is no longer than ten: who follows a run from ``fit`` to its last checkpoint reads these."""
+    room = PACKAGE / "train"
+    way = ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
+    assert way is not None
+    steps = re.findall(r"^[0-9]+\. ``(\w+)``", way, re.MULTILINE)
+    assert 5 < len(steps) <= 10
+    here = {path.stem for path in room.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    named = set(re.findall(r"``(\w+)``", way)) - {"fit"}
+    assert named == here - {"__init__"}
 
 
 def test_the_check_can_fail() -> None:

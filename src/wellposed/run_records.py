@@ -1,4 +1,4 @@
-"""``run.jsonl``: what happened in a run, one JSON object a line, and its end in a few numbers.
+"""``run.jsonl``: what happened in a run, one JSON object a line; ``result.json``: its end in a few numbers.
 
 Each line has ``event``, ``update``, ``time`` (UTC) and ``seconds`` (of training so far), then its numbers.
 JSON has no NaN and no infinity; they are written as the texts "nan", "inf" and "-inf", and :func:`read_run`
@@ -26,10 +26,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wellposed.files import parse_json, plain, read_bytes
+from wellposed.files import parse_json, plain, read_bytes, read_object
 from wellposed.records import AT_LEAST
 
-NAME = "run.jsonl"
+NAME, RESULT = "run.jsonl", "result.json"
 MOST_BYTES = 2**32
 NUMBERS = ("train", "monitor", "test")
 """Events of which the newest of an update counts."""
@@ -139,6 +139,26 @@ def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "rollbacks": len(_of(lines, "rollback")),
         "collapsed": bool(_of(lines, "collapsed")),
     }
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """What is in ``result.json``; an error names the file."""
+    path = folder / RESULT
+
+    def damaged(why: object) -> ValueError:
+        return ValueError(
+            f"expected a JSON object in {path}, which is damaged ({why}); delete that file, and the command "
+            "that trained makes it again from the last checkpoint."
+        )
+
+    try:
+        values = read_object(path)
+    except ValueError as error:
+        raise damaged(error) from error
+    for name in ("test", "best", "about"):
+        if not isinstance(values.get(name), (dict, type(None))):
+            raise damaged(f"its {name} is a {type(values[name]).__name__}")
+    return values
 
 
 def best_accuracy(summary: Mapping[str, Any]) -> float | None:

@@ -10,9 +10,9 @@ import pytest
 from short_runs import recipe, run
 from wellposed import files as alone
 from wellposed.train import fitting
+from wellposed.train.fitting import open_folder
 from wellposed.train.loop import Loop
 from wellposed.train.recipe import write_recipe
-from wellposed.train.runs import open_folder
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from benchmarks.trainer import run as bench
 from short_runs import recipe
 from wellposed.train import Recipe
 from wellposed.train.data import open_data
+from wellposed.train.fitting import default_folder, from_model, own_patch
 from wellposed.train.fitting import from_data as resolve
-from wellposed.train.fitting import from_model, own_patch
 from wellposed.train.loop import PacedMonitor
 from wellposed.train.optimizer import SCHEDULES, make_schedule
-from wellposed.train.runs import decisive, default_folder
+from wellposed.train.recipe import decisive
 
 
 class Clock:

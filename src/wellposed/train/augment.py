@@ -368,12 +368,7 @@ def erased(x: Tensor, rectangles: Tensor, noise: Tensor, starts: Tensor) -> Tens
 class Mixing:
     """Makes the labels of a pass, and with mixup or CutMix mixes its images.
 
-    Args:
-        mixup, cutmix: alpha of each, 0 for none.
-        smoothing: of the labels.
-        classes: how many there are.
-        seed: of the draws.
-        probability: that an update is mixed.
+    ``mixup`` and ``cutmix`` are the alpha of each, 0 for none; an update is mixed with ``probability``.
     """
 
     def __init__(

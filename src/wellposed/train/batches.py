@@ -66,15 +66,10 @@ Placement = Literal["device", "stream"]
 
 
 class Loaded(NamedTuple):
-    """The images of one pass, on the device.
-
-    Args:
-        pixels: uint8, (n, C, S, S).
-        indices: (b,), which of the pixels are meant; None: all, in order.
-        labels: (b,).
-    """
+    """The images of one pass, on the device: those at the indices (b,), or without them all, in order."""
 
     pixels: Tensor
+    """(n, C, S, S), uint8."""
     indices: Tensor | None
     labels: Tensor
 
@@ -116,11 +111,6 @@ def upload(array: NDArray[Any], device: torch.device) -> Tensor:
 
 Steps = tuple[Callable[[Any], Any], ...]
 """From a picture to a tensor (C, S, S), uint8."""
-
-
-def eval_steps(size: int) -> Steps:
-    """The centre of the picture, as resident images are decoded too."""
-    return partial(fitted, size=size), MaybePILToTensor()
 
 
 def train_steps(recipe: Recipe, size: int, mean: Sequence[float]) -> Steps:
@@ -165,13 +155,7 @@ Item = tuple[Tensor, int] | str
 
 
 class Items(Dataset[Item]):
-    """The images of a split by key.
-
-    Args:
-        split: where they are.
-        steps: what is done to a picture.
-        seed: of what the steps draw.
-    """
+    """The images of a split by key; ``seed`` is that of what the steps draw."""
 
     def __init__(self, split: Split, steps: Steps, seed: int) -> None:
         self.split, self.steps, self.seed = split, steps, seed
@@ -334,11 +318,9 @@ def make_batches(
 
     Args:
         recipe: resolved: None for ``flip``, ``crop_padding`` and ``crop_scale`` means off.
-        data: the images.
-        image_size: side in pixels of the batches' images.
+        data, image_size: the images, and the side of those in batches.
         mean, std: of each channel, for pixels from 0 to 1.
-        device: where the batches go.
-        rank, world: this process among how many.
+        device, rank, world: where the batches go, in which of how many processes.
         compile: compile the augmentation, on CUDA; a CPU does it as it is.
     """
     device = torch.device(device)
@@ -358,14 +340,16 @@ def make_batches(
             for split in (data.train, data.test)
         ]
     else:
-        steps = train_steps(recipe, image_size, mean), eval_steps(image_size)
+        # Tests take the centre of the picture, as resident images are decoded too.
+        centre = partial(fitted, size=image_size), MaybePILToTensor()
+        steps: tuple[Steps, Steps] = train_steps(recipe, image_size, mean), centre
         sources = [
             Streamed(Items(split, each, recipe.seed), device, recipe.workers)
             for split, each in zip((data.train, data.test), steps, strict=True)
         ]
         augmentation = augmentation.after_workers()
     order = Order(
-        sources[0].images,
+        len(data.train),
         recipe.batch_size,
         accumulate=recipe.accumulate,
         rank=rank,
@@ -516,15 +500,7 @@ def scale(values: Sequence[float], device: torch.device) -> Tensor:
 class TrainBatches:
     """The batches of every update; the same whenever and however often they are asked for.
 
-    Args:
-        source: of the images.
-        augmentation: what is done to them on the device.
-        mixing: mixup, CutMix and smoothing.
-        order: of the run; shows which rows of an update's plan are this process's.
-        mean, std: of the channels, for pixels from 0 to 1.
-        size: side of the images.
-        device: where they are.
-        compile: compile the augmentation.
+    ``order`` shows which rows of an update's plan are this process's.
     """
 
     def __init__(
@@ -585,13 +561,13 @@ class TrainBatches:
         if self.augmentation != Augmentation():
             plan = draw(self.augmentation, order.seed, update, order.batch_size, self.size)
             plans = list(upload(plan[order.positions], self.device).unbind(0))
-        return [self._batch(update, *each) for each in zip(plans, loaded, strict=True)]
-
-    def _batch(self, update: int, plan: Tensor | None, loaded: Loaded) -> Batch:
-        images = self._augmented(
-            loaded.pixels, loaded.indices, plan, self.mean, self.std, self._noise, self.augmentation
-        )
-        return Batch(*self.mixing(update, images, loaded.labels))
+        batches = []
+        for drawn, (pixels, indices, labels) in zip(plans, loaded, strict=True):
+            images = self._augmented(
+                pixels, indices, drawn, self.mean, self.std, self._noise, self.augmentation
+            )
+            batches.append(Batch(*self.mixing(update, images, labels)))
+        return batches
 
 
 def shares(images: int, batch_size: int, rank: int, world: int) -> tuple[Indices, NDArray[np.float32]]:
@@ -602,15 +578,7 @@ def shares(images: int, batch_size: int, rank: int, world: int) -> tuple[Indices
 
 
 class EvalBatches:
-    """The test images in order, shared by the processes, in batches of one size.
-
-    Args:
-        source: of the images.
-        batch_size: of each process.
-        mean, std: of the channels, for pixels from 0 to 1.
-        device: where the batches go.
-        rank, world: this process among how many.
-    """
+    """The test images in order, shared by the processes, in batches of one size, that of each process."""
 
     def __init__(
         self,

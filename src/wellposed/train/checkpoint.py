@@ -139,17 +139,13 @@ class Store:
 
         None where there is no checkpoint, or none that is whole; ``passed_over`` says which.
         """
-        found, self.passed_over = self._newest()
-        return found
-
-    def _newest(self) -> tuple[Checkpoint | None, list[str]]:
-        passed_over: list[str] = []
+        self.passed_over = []
         for update, path in self._candidates():
             try:
-                return _open(path, update), passed_over
+                return _open(path, update)
             except DamagedError as reason:
-                passed_over.append(f"The checkpoint {path} was passed over: {reason}.")
-        return None, passed_over
+                self.passed_over.append(f"The checkpoint {path} was passed over: {reason}.")
+        return None
 
     def _candidates(self) -> list[tuple[int, Path]]:
         """By update, the newest first; one that was being replaced comes behind what replaces it."""
@@ -217,8 +213,8 @@ class Store:
             discard(hidden)
 
     def _explain(self, update: int, writing: str, error: OSError, needed: int) -> str:
-        free = shutil.disk_usage(_existing(self.folder)).free
-        older, _ = self._newest()
+        there = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        free, older = shutil.disk_usage(there).free, self.newest()
         still = f"{older.path} is still whole" if older else "there is no whole one before it"
         return (
             f"could not write the checkpoint of update {update} ({writing}: {error.strerror or error}). "
@@ -250,10 +246,6 @@ def _size(tensors: Mapping[str, Tensor]) -> int:
         tensor.numel() * tensor.element_size() + len(name.encode()) + _HEADER_OF_A_TENSOR
         for name, tensor in tensors.items()
     )
-
-
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 MANIFEST = "manifest.json"

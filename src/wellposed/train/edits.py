@@ -57,19 +57,14 @@ def checked(call: Any, name: str = "edits") -> dict[str, Any]:
     made = checked_call(call, name, "a recipe", _SCHEDULE if is_gray else ())
     if is_gray:
         _check_graying(made)
-    _check_heads(made)
-    return made
-
-
-def _check_heads(call: Mapping[str, Any]) -> None:
-    """How many heads of each block are uniform, or which."""
-    heads = call.get("heads", 1)
+    heads = made.get("heads", 1)
     is_count = type(heads) is int and heads >= 1
     is_choice = isinstance(heads, list | tuple) and heads and all(type(h) is int and h >= 0 for h in heads)
     if not (is_count or is_choice):
         raise ValueError(
             f"uniform_heads' heads must be at least 1, or a list of indices such as [0, 2], got {heads!r}."
         )
+    return made
 
 
 def _check_graying(call: Mapping[str, Any]) -> None:
@@ -130,21 +125,21 @@ class RecipeCall(EditCall):
 
 def calls(recipe: "Recipe") -> list[RecipeCall]:
     """All edits of a recipe."""
-    return [_call(call, recipe) for call in recipe.edits]
+    made = []
+    for call in recipe.edits:
+        arguments = call_arguments(call, without=_SCHEDULE)
+        if arguments.get("scaled") and "init" not in arguments:
+            # Scales that go into a trained model start as if they were not there.
+            is_trained = recipe.pretrained or recipe.start_from is not None
+            arguments["init"] = "identity" if is_trained else "cb"
+        change = call.get("eps_end"), call.get("eps_schedule", "linear")
+        made.append(RecipeCall(call["edit"], arguments, *change))
+    return made
 
 
 def grayings(recipe: "Recipe") -> list[RecipeCall]:
     """Those that are Token Graying."""
     return [call for call in calls(recipe) if call.kind == GRAY]
-
-
-def _call(call: Mapping[str, Any], recipe: "Recipe") -> RecipeCall:
-    arguments = call_arguments(call, without=_SCHEDULE)
-    if arguments.get("scaled") and "init" not in arguments:
-        # Scales that go into a trained model start as if they were not there.
-        is_trained = recipe.pretrained or recipe.start_from is not None
-        arguments["init"] = "identity" if is_trained else "cb"
-    return RecipeCall(call["edit"], arguments, call.get("eps_end"), call.get("eps_schedule", "linear"))
 
 
 def apply_edits(model: "nn.Module", recipe: "Recipe") -> "Edits":

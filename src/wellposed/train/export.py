@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import timm
 from torch import Tensor
@@ -16,6 +16,7 @@ from wellposed.environment import without_secrets
 from wellposed.files import plain
 from wellposed.models import timm_architecture
 from wellposed.run_records import NAME as LOG
+from wellposed.run_records import RESULT
 from wellposed.surgery.record import Edit, Edits
 from wellposed.train import checkpoint
 from wellposed.train.edits import calls, code_of
@@ -25,24 +26,6 @@ _ALWAYS = ("data", "model", "epochs", "batch_size", "optimizer", "lr", "weight_d
 _MOST_CLASSES = 30
 FIRST_LOCAL_DIR = "1.0.26"
 """The timm that loads safetensors from a folder; older ones take every file there for a pickle, and fail."""
-
-
-class Weights(NamedTuple):
-    """Of timm's model, for people.
-
-    Args:
-        state: the state dict, with the names it has when the model is not compiled or wrapped.
-        accuracy: on the test images, None if it was not tested.
-        update: how many updates the weights have seen.
-        edits: of the model with these weights; the power of a graying may change during training.
-        note: a sentence for the card, such as that the weights are an average.
-    """
-
-    state: dict[str, Tensor]
-    accuracy: float | None
-    update: int
-    edits: Sequence[Edit]
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +40,10 @@ class Exported:
         image_size: side in pixels.
         environment: of :func:`wellposed.environment.environment`.
         train_images, test_images: how many there were.
-        accuracy, update, edits, note: see :class:`Weights`.
+        accuracy: on the test images, None if they were not tested.
+        update: how many updates the weights have seen.
+        edits: of the model with these weights; the power of a graying may change during training.
+        note: a sentence for the card, such as that the weights are an average.
     """
 
     recipe: Recipe
@@ -85,7 +71,7 @@ class Exported:
 
 
 WEIGHTS = "model.safetensors"
-RECIPE, RESULT, ENVIRONMENT = "recipe.toml", "result.json", "environment.json"
+RECIPE, ENVIRONMENT = "recipe.toml", "environment.json"
 """In the folder of a run; the recipe is with its weights too."""
 
 
@@ -110,11 +96,11 @@ def export_weights(folder: Path, state: Mapping[str, Tensor], exported: Exported
             checkpoint.write_bytes(staged / name, text.encode())
 
 
-def timm_config(exported: Exported) -> dict[str, Any]:
+def _config_text(exported: Exported, sha256: str) -> str:
     """What timm reads of a folder or of the hub: how to build the model, and how its images are prepared."""
     registered = timm.get_pretrained_cfg(exported.architecture)
     known = registered.to_dict() if registered is not None else {}
-    return {
+    config = {
         "architecture": exported.architecture,
         "num_classes": exported.num_classes,
         "label_names": list(exported.classes) or None,
@@ -132,17 +118,13 @@ def timm_config(exported: Exported) -> dict[str, Any]:
             "crop_pct": 1.0,
             "crop_mode": "center",
         },
-    }
-
-
-def _config_text(exported: Exported, sha256: str) -> str:
-    config = timm_config(exported)
-    config["wellposed"] = {
-        "accuracy": plain(exported.accuracy),
-        "update": exported.update,
-        "sha256": sha256,
-        **Edits(exported.edits).to_dict(),
-        "environment": plain(exported.environment),
+        "wellposed": {
+            "accuracy": plain(exported.accuracy),
+            "update": exported.update,
+            "sha256": sha256,
+            **Edits(exported.edits).to_dict(),
+            "environment": plain(exported.environment),
+        },
     }
     try:
         return json.dumps(config, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
@@ -155,11 +137,11 @@ def _config_text(exported: Exported, sha256: str) -> str:
 
 def model_card(exported: Exported) -> str:
     """Markdown with the front matter that hubs read. Its Python blocks run in the folder, in their order."""
+    task = "image-classification" if exported.classes else "image-feature-extraction"
     parts = [
-        _front_matter(exported),
+        f"---\nlibrary_name: timm\npipeline_tag: {task}\ntags:\n- {task}\n- timm\n- wellposed\n---",
         f"# {_text(exported.recipe.model)} on {_text(exported.recipe.data)}",
-        _what(exported),
-        _result(exported),
+        *_result(exported),
         *_load(exported),
         "## Images",
         _images(exported),
@@ -174,36 +156,33 @@ def model_card(exported: Exported) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _front_matter(exported: Exported) -> str:
-    task = "image-classification" if exported.classes else "image-feature-extraction"
-    return f"---\nlibrary_name: timm\npipeline_tag: {task}\ntags:\n- {task}\n- timm\n- wellposed\n---"
-
-
-def _what(exported: Exported) -> str:
+def _result(exported: Exported) -> list[str]:
+    """Which weights these are, and how good."""
     recipe = exported.recipe
     count = "" if exported.train_images is None else f" ({exported.train_images:,} training images)"
     trained = "pre-trained without labels (MAE)" if recipe.task == "mae" else "trained"
     edited = ", with edits that timm does not have" if exported.edits else ""
     owner = "wellposed's" if _is_of_wellposed(exported.architecture) else "timm's"
-    return (
+    what = (
         f"{owner} {_code(recipe.model)}{edited}, {trained} by wellposed on {_code(recipe.data)}{count} for "
         f"{recipe.epochs} epochs. These are the weights after update {exported.update:,}."
         + (f" {exported.note}" if exported.note else "")
     )
-
-
-def _result(exported: Exported) -> str:
     if exported.accuracy is None:
-        return "There is no test accuracy for these weights."
+        return [what, "There is no test accuracy for these weights."]
     count = "the test images" if exported.test_images is None else f"{exported.test_images:,} test images"
-    return (
+    return [
+        what,
         f"**Test accuracy: {100 * exported.accuracy:.2f}%** on {count}. This is one run (seed "
-        f"{exported.recipe.seed}); how much the accuracy changes from seed to seed was not measured."
-    )
+        f"{recipe.seed}); how much the accuracy changes from seed to seed was not measured.",
+    ]
 
 
 def _load(exported: Exported) -> list[str]:
-    built = f"timm.create_model({_arguments(exported)})"
+    values = {"num_classes": exported.num_classes, **exported.model_kwargs}
+    keywords = [f"{name}={value!r}" for name, value in values.items() if name.isidentifier()]
+    arguments = ", ".join([f'"{exported.architecture}"', *keywords])
+    built = f"timm.create_model({arguments})"
     is_ours = _is_of_wellposed(exported.architecture)
     if not exported.edits:
         imports = "import timm\nimport wellposed" if is_ours else "import timm"
@@ -253,12 +232,6 @@ def _without_wellposed(exported: Exported) -> str:
     )
 
 
-def _arguments(exported: Exported) -> str:
-    values = {"num_classes": exported.num_classes, **exported.model_kwargs}
-    keywords = [f"{name}={value!r}" for name, value in values.items() if name.isidentifier()]
-    return ", ".join([f'"{exported.architecture}"', *keywords])
-
-
 def _images(exported: Exported) -> str:
     size, channels = exported.image_size, len(exported.mean)
     kind = {1: "Grey images", 3: "RGB images"}.get(channels, f"Images of {channels} channels")
@@ -271,8 +244,11 @@ def _images(exported: Exported) -> str:
 
 def _prediction(exported: Exported) -> str:
     mode = "L" if len(exported.mean) == 1 else "RGB"
-    config = ["import numpy as np", "from PIL import Image", "from timm.data import create_transform", ""]
-    transform = [
+    lines = [
+        "import numpy as np",
+        "from PIL import Image",
+        "from timm.data import create_transform",
+        "",
         "transform = create_transform(",
         f"    input_size=({len(exported.mean)}, {exported.image_size}, {exported.image_size}),",
         '    interpolation="bicubic",',
@@ -285,16 +261,17 @@ def _prediction(exported: Exported) -> str:
         "    picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))",
         f'image = transform(picture.convert("{mode}"))',
     ]
-    if not exported.classes:
-        return "\n".join([*config, *transform, "features = model(image[None])"])
-    return "\n".join([*config, *transform, "label = int(model(image[None]).argmax())"])
+    asked = (
+        "label = int(model(image[None]).argmax())" if exported.classes else "features = model(image[None])"
+    )
+    return "\n".join([*lines, asked])
 
 
 def _classes(exported: Exported) -> list[str]:
     if not exported.classes:
         return []
     shown = ", ".join(
-        f"{index}: {_cell(name)}" for index, name in enumerate(exported.classes[:_MOST_CLASSES])
+        f"{index}: {_text(name)}" for index, name in enumerate(exported.classes[:_MOST_CLASSES])
     )
     more = len(exported.classes) - _MOST_CLASSES
     rest = f" and {more} more, all in `config.json`" if more > 0 else ""
@@ -308,7 +285,7 @@ def _recipe_table(recipe: Recipe) -> str:
     for field in dataclasses.fields(recipe):
         is_default = getattr(recipe, field.name) == field.default or values.get(field.name) == {}
         if field.name in values and (field.name in _ALWAYS or not is_default):
-            shown.append(f"| {field.name} | {_cell(values[field.name])} |")
+            shown.append(f"| {field.name} | {_text(str(values[field.name]))} |")
     return "\n".join(["| field | value |", "| --- | --- |", *shown])
 
 
@@ -322,10 +299,6 @@ def _environment(environment: Mapping[str, Any]) -> str:
         processes = "1 process" if count == 1 else f"{count} processes"
         parts.append(f"{processes} on {', '.join(dict.fromkeys(map(str, devices)))}")
     return f"Made with {', '.join(parts)}." if parts else ""
-
-
-def _cell(value: object) -> str:
-    return _text(str(value))
 
 
 def _text(text: str) -> str:

@@ -13,6 +13,10 @@ same whatever the rules become. :func:`resolve` is the only place where a recipe
 """
 
 import functools
+import hashlib
+import json
+import re
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -28,17 +32,17 @@ from wellposed import anatomy, graying_pictures
 from wellposed.calls import GRAY
 from wellposed.environment import environment, without_secrets
 from wellposed.errors import UnknownModelError
-from wellposed.files import PATIENCE, alone_in, write_json
+from wellposed.files import PATIENCE, alone_in, clear_staged, write_json
 from wellposed.linalg import spectral_plan
 from wellposed.models import timm_architecture
 from wellposed.probes.gray_images import COUNT, SIDE, gray_images, settings_of, squares
-from wellposed.run_records import best_accuracy
+from wellposed.run_records import RESULT, best_accuracy, read_result
 from wellposed.train.batches import check_images, check_share, choose_placement, make_batches, with_batch_size
 from wellposed.train.checkpoint import Store, recover
 from wellposed.train.data import ImageData, UnreadableImageError, open_data
 from wellposed.train.edits import DEVICE_FLOORS, whole
-from wellposed.train.export import ENVIRONMENT, RECIPE, Exported, Weights, export_weights
-from wellposed.train.loop import Loop, Status, StopRequest, first_test_images
+from wellposed.train.export import ENVIRONMENT, RECIPE, Exported, export_weights
+from wellposed.train.loop import Loop, Status, StopRequest, Weights
 from wellposed.train.mae import check_mae, mae_warnings
 from wellposed.train.model import Built, build_model, make_task, weights_file
 from wellposed.train.optimizer import check_optimizer
@@ -56,9 +60,8 @@ from wellposed.train.parallel import (
     without_cudnn_attention,
     world,
 )
-from wellposed.train.recipe import Recipe, read_recipe
+from wellposed.train.recipe import REMOVED, Recipe, changes_of, decisive, read_recipe, write_recipe
 from wellposed.train.reporter import Reporter, tracker_names
-from wellposed.train.runs import default_folder, open_folder
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -147,6 +150,73 @@ def _take(folder: Path, recipe: Recipe, overwrite: bool, held: ExitStack) -> dic
     return done
 
 
+def default_folder(recipe: Recipe) -> Path:
+    """The same for equal recipes, so that the same call resumes.
+
+    >>> default_folder(Recipe()) == default_folder(Recipe(workers=0))
+    True
+    """
+    removed = {name: default for name, (default, _) in REMOVED.items()}  # runs keep their names
+    text = json.dumps(removed | decisive(recipe), sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    kind, colon, rest = recipe.data.removeprefix("torchvision:").partition(":")
+    data = kind if colon and kind not in ("packed", "hf", "wds", "folder") else Path(rest or kind).stem
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{data}-{recipe.model}").strip("-.")
+    return Path("runs") / f"{name}-{digest}"
+
+
+def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any] | None:
+    """Make a folder that is there ready for a run; returns the result of one that is finished already.
+
+    Raises:
+        ValueError: the folder holds a run of another recipe, or something that is no run.
+    """
+    file = folder / RECIPE
+    clear_staged(file, folder / ENVIRONMENT, folder / RESULT)
+    if overwrite and file.is_file():
+        _empty(folder)
+    if file.is_file():
+        before, now = decisive(Recipe.from_mapping(read_recipe(file))), decisive(recipe)
+        earlier = before.get("edits", [])
+        if earlier and len(earlier) == len(recipe.edits):
+            # Older versions wrote them in another form, and no floors.
+            before["edits"] = [
+                {name: new[name] for name in ("floor",) if name in new} | whole(old)
+                for old, new in zip(earlier, recipe.edits, strict=True)
+            ]
+        if changed := changes_of(before, now):
+            listed = ", ".join(f"{name} {there!r} there, {here!r} now" for name, there, here in changed)
+            raise ValueError(
+                f"{folder} holds a run of another recipe ({listed}); take another --out, or --overwrite."
+            )
+        if (folder / RESULT).is_file() and (done := read_result(folder)).get("finished"):
+            return done
+    elif folder.is_dir() and any(folder.iterdir()):
+        # A log may be there already, written by what started the run.
+        strangers = [path.name for path in folder.iterdir() if path.suffix not in (".txt", ".log")]
+        if strangers:
+            raise ValueError(
+                f"expected a new folder or that of a run, {folder} holds {strangers[0]!r} and no {RECIPE}; "
+                "take another --out."
+            )
+    write_recipe(recipe, file)
+    return None
+
+
+def _empty(folder: Path) -> None:
+    """Delete what is in the folder, which stays, with the lock on it.
+
+    A kill leaves a run that was interrupted: its result goes first, and the recipe that makes it a run last.
+    """
+    first, last = folder / RESULT, folder / RECIPE
+    inside = [path for path in folder.iterdir() if path not in (first, last)]
+    for path in (first, *inside, last):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def _train(resolved: "Resolved", accelerator: "Accelerator", folder: Path, console: Console) -> Result:
     recipe, data, built = resolved.recipe, resolved.data, resolved.built
     device, about = accelerator.device, environment()
@@ -165,8 +235,7 @@ def _train(resolved: "Resolved", accelerator: "Accelerator", folder: Path, conso
     with closing(train), room_for_programs(recipe, built.model):
         task = make_task(built.model, recipe, rank(), world())
         task.module.to(device)
-        images = first_test_images(test) if recipe.monitor_every != 0 else None
-        exported = Exported(
+        of_run = Exported(
             recipe=recipe,
             model_kwargs=built.options,
             classes=data.classes,
@@ -174,23 +243,17 @@ def _train(resolved: "Resolved", accelerator: "Accelerator", folder: Path, conso
             std=built.std,
             image_size=recipe.image_size,
             environment=about,
+            train_images=train.images,
+            test_images=test.images,
         )
 
         def export(name: str, weights: Weights) -> None:
-            of_them = replace(
-                exported,
-                accuracy=weights.accuracy,
-                update=weights.update,
-                edits=weights.edits,
-                note=weights.note,
-                train_images=train.images,
-                test_images=test.images,
-            )
-            export_weights(folder / name, weights.state, of_them)
+            state, said = weights
+            export_weights(folder / name, state, replace(of_run, **said))
 
         store = Store(folder / "checkpoints", recipe.keep)
         module = distribute(task.module, task.trunk, recipe, device)
-        loop = Loop(recipe, task, module, train, test, accelerator, store, export, images)
+        loop = Loop(recipe, task, module, train, test, accelerator, store, export)
         checkpoint = store.newest() if is_first() else None
         found = from_first(lambda: checkpoint is not None, device)
         if found:
@@ -279,13 +342,8 @@ class Resolved:
 def resolve(recipe: Recipe, device: torch.device, folder: Path, overwrite: bool = False) -> Resolved:
     """Open the data, fill in the recipe and build the model; every process of a run calls it.
 
-    What does not fit together is an error before any image is decoded.
-
-    Args:
-        recipe: as it was given.
-        device: of the run.
-        folder: of the run; one that was interrupted stays as it was resolved at first.
-        overwrite: whether what is in the folder does not count.
+    What does not fit together is an error before any image is decoded. A run that is in the folder stays as
+    it was resolved at first, unless it is overwritten.
     """
     if recipe.ema is not None and recipe.parallel == "fsdp2" and several():
         raise ValueError("ema keeps a whole copy of the model, got parallel=fsdp2; use ddp or leave it out.")
@@ -308,11 +366,12 @@ def resolve(recipe: Recipe, device: torch.device, folder: Path, overwrite: bool 
     recipe, model_notes = from_model(recipe, built.model)
     if recipe.task == "mae":
         check_mae(built.model, recipe.mask_ratio)
+        device_notes += mae_warnings(recipe)
     check_share(recipe, rank(), world())
     assert recipe.image_size is not None
     check_images(recipe, data, recipe.image_size, built.mean, built.std)
     notes = [*data.notes, *built.notes, *seen_before(recipe, data), *model_notes, *size_notes, *device_notes]
-    return Resolved(recipe, data, built, [*notes, *mae_warnings(recipe)])
+    return Resolved(recipe, data, built, notes)
 
 
 def from_data(recipe: Recipe, data: ImageData) -> Recipe:
@@ -344,13 +403,8 @@ def from_device(
     """The recipe with what depends on the device a run starts on, and stays so on others; with notes.
 
     Where the images are may depend on the memory that is free, and they are augmented differently in both.
-    The floor of the graying depends on the device, and the weights are trained for it.
-
-    Args:
-        recipe: of :func:`from_data`.
-        data: its images.
-        device: of this start.
-        before: the recipe of an earlier start; empty at the first.
+    The floor of the graying depends on the device, and the weights are trained for it. ``before`` is the
+    recipe of an earlier start; empty at the first.
     """
     notes = []
     if recipe.compile is None:
@@ -486,7 +540,12 @@ def seen_before(recipe: Recipe, data: ImageData) -> list[str]:
     if not file.is_file():
         return []
     before = Recipe.from_mapping(read_recipe(file))
-    if _place(before.data) != _place(without_secrets(recipe.data)):
+    # Two ways to write one folder are the same.
+    there, here = (
+        Path(name.removeprefix("folder:")).expanduser().resolve()
+        for name in (before.data, without_secrets(recipe.data))
+    )
+    if there != here:
         return []
     is_digits = data.name == "digits"
     if before.seed == recipe.seed and (is_digits or recipe.holdout <= before.holdout):
@@ -500,8 +559,3 @@ def seen_before(recipe: Recipe, data: ImageData) -> list[str]:
         f"{drawn_here} draws others of the same {recipe.data}, so the accuracy is too good. Take the seed "
         "and the holdout of that run, or a set with a test split of its own."
     ]
-
-
-def _place(data: str) -> Path:
-    """The same for two ways to write one folder."""
-    return Path(data.removeprefix("folder:")).expanduser().resolve()

@@ -4,6 +4,7 @@ Nothing here waits for the device at every update. The host reads numbers every 
 the guard every few.
 """
 
+import contextlib
 import math
 import os
 import shutil
@@ -27,7 +28,6 @@ from wellposed.errors import UnknownModelError
 from wellposed.probes import Monitor
 from wellposed.train.batches import Batch, EvalBatches, TrainBatches
 from wellposed.train.checkpoint import Checkpoint, Store
-from wellposed.train.export import Weights
 from wellposed.train.model import Task, Tested, evaluate
 from wellposed.train.optimizer import (
     EpsSchedule,
@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 Status = Literal["finished", "terminated", "nonfinite"]
+Weights = tuple[dict[str, Tensor], dict[str, Any]]
+"""A state dict of timm's model, and what there is to say of it: the last fields of :class:`Exported`."""
 Exporter = Callable[[str, Weights], None]
 """Writes weights into the folder of that name."""
 
@@ -132,11 +134,6 @@ class StopRequest:
             flush=True,
         )
         os._exit(128 + int(self.requested or signal.SIGTERM))
-
-
-def first_test_images(test: EvalBatches) -> Tensor:
-    """Those that a monitor looks at; the same on every start of a run."""
-    return next(iter(test)).images[:IMAGES]
 
 
 class PacedMonitor:
@@ -223,15 +220,8 @@ class Sums:
 class Loop:
     """One run on this process. :meth:`run` does it; the rest are its steps.
 
-    Args:
-        recipe: resolved.
-        task: its module is on the device.
-        module: the task's module, replicated or sharded.
-        train, test: batches.
-        accelerator: of this process.
-        store: of checkpoints.
-        export: writes weights for people.
-        monitor_images: for the monitor; None for no monitor.
+    The recipe is resolved, the task's module is on the device, and ``module`` is the same, replicated or
+    sharded. ``export`` writes weights for people.
     """
 
     reporter: Reporter
@@ -246,7 +236,6 @@ class Loop:
         accelerator: "Accelerator",
         store: Store,
         export: Exporter,
-        monitor_images: Tensor | None,
     ) -> None:
         self.recipe, self.task, self.module = recipe, task, module
         self.train, self.test, self.accelerator = train, test, accelerator
@@ -255,7 +244,10 @@ class Loop:
         self.rank, self.world = rank(), world()
         self.forward = compiled(module, recipe, self.device)
         self.parameters = [parameter for parameter in task.module.parameters() if parameter.requires_grad]
-        self.recorded = self._recorder()
+        self.recorded: RecordedPass | None = None
+        if is_recorded_here(recipe, self.device):
+            cuda = CudaRecorder(self.device)
+            self.recorded = RecordedPass(self._recordable, self.parameters, cuda.launch, cuda.record)
         self.optimizer = make_optimizer(task.module, recipe)
         self.schedule = make_schedule(self.optimizer, recipe, train.updates_per_epoch)
         self.updates = recipe.epochs * train.updates_per_epoch
@@ -269,8 +261,8 @@ class Loop:
         self.sums = Sums.empty(self.device)
         self.last_test: Tested | None = None
         self.monitor: PacedMonitor | None = None
-        if monitor_images is not None:
-            self.monitor = PacedMonitor(self._monitor_of(monitor_images), recipe.monitor_every)
+        if recipe.monitor_every != 0:
+            self.monitor = PacedMonitor(self._new_monitor(), recipe.monitor_every)
         self._skipped = 0
         # The best weights stay in memory until the next checkpoint and are written before it: a run that
         # resumes never finds them too old, and small models do not spend their time on writing files.
@@ -323,7 +315,12 @@ class Loop:
         loss_total = torch.zeros((), device=self.device)
         for number, batch in enumerate(passes):
             with accumulating(self.module, number == len(passes) - 1):
-                loss, correct = self._pass(update, number, batch, len(passes))
+                if self.recorded is not None:
+                    loss, correct = self.recorded(self.task.inputs(batch, update, number), batch)
+                else:
+                    loss, correct = self._forward(self.forward, update, number, batch)
+                    torch.autograd.backward(loss / len(passes))
+                    loss = loss.detach()
             loss_total = loss_total + loss / len(passes)
             if correct is not None:
                 sums.values[1] += correct
@@ -337,32 +334,19 @@ class Loop:
         sums.values[2] += 1
         return norm
 
-    def _pass(self, update: int, number: int, batch: Batch, passes: int) -> Outcome:
-        if self.recorded is not None:
-            return self.recorded(self.task.inputs(batch, update, number), batch)
-        loss, correct = self._forward(self.forward, update, number, batch)
-        torch.autograd.backward(loss / passes)
-        return loss.detach(), correct
-
     def _forward(self, forward: Any, update: int, number: int, batch: Batch) -> Outcome:
         return self._loss(forward, self.task.inputs(batch, update, number), batch)
+
+    def _recordable(self, inputs: tuple[Tensor, ...], batch: Batch) -> Outcome:
+        """Forward and backward pass; it must not wait for the device."""
+        loss, correct = self._loss(self.forward, inputs, batch)
+        torch.autograd.backward(loss)
+        return loss.detach(), correct
 
     def _loss(self, forward: Any, inputs: tuple[Tensor, ...], batch: Batch) -> Outcome:
         with self.accelerator.autocast():
             output = forward(*inputs)
         return self.task.loss(output, batch)
-
-    def _recorder(self) -> RecordedPass | None:
-        if not is_recorded_here(self.recipe, self.device):
-            return None
-
-        def work(inputs: tuple[Tensor, ...], batch: Batch) -> Outcome:
-            loss, correct = self._loss(self.forward, inputs, batch)
-            torch.autograd.backward(loss)
-            return loss.detach(), correct
-
-        cuda = CudaRecorder(self.device)
-        return RecordedPass(work, self.parameters, cuda.launch, cuda.record)
 
     def _log(self, sums: Sums, norm: Tensor) -> None:
         loss, correct, updates = read(total(sums.values.clone()))
@@ -421,7 +405,10 @@ class Loop:
         if self.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier start, at the same update
         wait_for_all()
-        measured = self._measured()
+        measured: dict[str, float] = {}
+        with contextlib.suppress(UnknownModelError):  # a model without known blocks has no kappa
+            monitor = self._new_monitor() if self.monitor is None else self.monitor.monitor
+            measured = monitor.measure()
         self.task.train_mode()
         self.optimizer.zero_grad(set_to_none=True)
         seed_update(self.recipe.seed, update, self.rank)
@@ -445,20 +432,12 @@ class Loop:
 
     # Measurements.
 
-    def _monitor_of(self, images: Tensor) -> Monitor:
+    def _new_monitor(self) -> Monitor:
+        """It looks at the first test images, the same on every start of a run."""
         # In a masked autoencoder the encoder's blocks are looked at, not the decoder's.
         is_mae = self.recipe.task == "mae"
         blocks = slice(0, len(anatomy.blocks(self.task.trunk))) if is_mae else None
-        return Monitor(self.task.watched(), images, blocks=blocks)
-
-    def _measured(self) -> dict[str, float]:
-        """Kappa and density now, with or without a monitor; nothing of a model without known blocks."""
-        if self.monitor is not None:
-            return self.monitor.monitor.measure()
-        try:
-            return self._monitor_of(first_test_images(self.test)).measure()
-        except UnknownModelError:
-            return {}
+        return Monitor(self.task.watched(), next(iter(self.test)).images[:IMAGES], blocks=blocks)
 
     def _measure_of_before(self) -> None:
         """Measure at the start, and what a run was stopped before."""
@@ -588,9 +567,10 @@ class Loop:
         return self._weights(self.module, self.last_test)
 
     def _weights(self, source: nn.Module, tested: Tested | None, note: str = "") -> Weights:
+        """The edits are read now: the power of a graying may change during training."""
         state = self.task.export_state(gather_weights(source))
-        accuracy = None if tested is None else tested.accuracy
-        return Weights(state, accuracy, self.progress.update, surgery.edits(self.task.trunk), note)
+        accuracy, edits = None if tested is None else tested.accuracy, surgery.edits(self.task.trunk)
+        return state, {"accuracy": accuracy, "update": self.progress.update, "edits": edits, "note": note}
 
 
 def score(tested: Tested) -> float:

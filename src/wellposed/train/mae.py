@@ -27,7 +27,7 @@ True
 
 import math
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -46,14 +46,6 @@ _FLOOR = 1e-6
 """Added to the variance, as in MAE's own code: flat patches become zeros."""
 
 
-class Standardised(NamedTuple):
-    """``patches`` (B, N, P) of mean 0 and deviation 1 each; ``mean`` and ``deviation`` (B, N, 1) undo it."""
-
-    patches: Tensor
-    mean: Tensor
-    deviation: Tensor
-
-
 def to_patches(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
     """(B, N, P) of images (B, C, H, W) whose sides are multiples of the patch's."""
     count, channels, image_height, image_width = images.shape
@@ -68,14 +60,12 @@ def to_images(patches: Tensor, channels: int, grid: tuple[int, int], patch_size:
     return pieces.flatten(4).flatten(2, 3)
 
 
-def standardise(patches: Tensor) -> Standardised:
-    """Each patch minus its mean, by its standard deviation."""
+def standardise(patches: Tensor) -> Tensor:
+    """Each patch (B, N, P) minus its mean, by its standard deviation."""
     variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
-    deviation = (variance + _FLOOR).sqrt()
-    return Standardised((patches - mean) / deviation, mean, deviation)
+    return (patches - mean) / (variance + _FLOOR).sqrt()
 
 
-_PURPOSES = {"train": Purpose.MASK, "test": Purpose.TEST_MASK}
 _TEST_BLOCK = 256
 """Test images whose masks are drawn together."""
 
@@ -106,8 +96,8 @@ def mask_noise(
     >>> torch.equal(mask_noise(0, 5, 2, 9), mask_noise(0, 5, 4, 9)[:2])
     True
     """
-    numbers = generator(seed, _PURPOSES[split], update).random((batch_size, tokens), dtype=np.float32)
-    return torch.from_numpy(numbers)
+    purpose = Purpose.MASK if split == "train" else Purpose.TEST_MASK
+    return torch.from_numpy(generator(seed, purpose, update).random((batch_size, tokens), dtype=np.float32))
 
 
 def fixed_mask_noise(seed: int, first: int, count: int, tokens: int) -> Tensor:
@@ -157,14 +147,7 @@ class Decoder(nn.Module):
     >>> decoder(visible, restore, prefix=1).shape
     torch.Size([1, 6, 48])
 
-    Args:
-        encoder_width: of the tokens that come in.
-        pixels: values of one patch, channels included.
-        grid: (rows, columns) of patches.
-        width: of the decoder, a multiple of 4.
-        depth: number of blocks.
-        heads: of each block.
-        norm_input: standardise the tokens first, for an encoder that ends without a norm.
+    ``norm_input`` standardises the tokens first, for an encoder that ends without a norm.
     """
 
     positions: Tensor
@@ -351,7 +334,9 @@ class MaskedAutoencoder(nn.Module):
             raise ValueError(
                 "a patch of one value cannot be standardised; use norm_pixels=False or larger patches."
             )
-        width, heads = decoder_size(vit.embed_dim, _heads(vit), decoder_width)
+        # Of the first block, whatever its class calls the attention.
+        attention: Any = next(module for module in vit.modules() if hasattr(module, "num_heads"))
+        width, heads = decoder_size(vit.embed_dim, attention.num_heads, decoder_width)
         self.decoder = Decoder(
             vit.embed_dim,
             pixels=pixels,
@@ -381,13 +366,7 @@ class MaskedAutoencoder(nn.Module):
         return cast(Tensor, vit.norm(x))
 
     def forward(self, images: Tensor, noise: Tensor) -> MaskedOutput:
-        """Predict what is hidden.
-
-        Args:
-            images: (B, C, H, W) of the encoder's size.
-            noise: (B, N) from :func:`~wellposed.train.mae.mask_noise`; the patches of the smallest
-                numbers stay visible.
-        """
+        """Predict what is hidden in images (B, C, H, W); patches of the least noise (B, N) stay visible."""
         self._check(images, noise)
         mask = mask_of(noise, self.visible)
         prediction = self.decoder(self.encode(images, mask), mask.restore, self.prefix)
@@ -400,7 +379,7 @@ class MaskedAutoencoder(nn.Module):
     def targets(self, images: Tensor) -> Tensor:
         """What a perfect prediction would be, (B, N, P)."""
         patches = to_patches(images.to(torch.promote_types(images.dtype, torch.float32)), self.patch_size)
-        return standardise(patches).patches if self.norm_pixels else patches
+        return standardise(patches) if self.norm_pixels else patches
 
     def _check(self, images: Tensor, noise: Tensor) -> None:
         size = tuple(rows * side for rows, side in zip(self.grid, self.patch_size, strict=True))
@@ -446,8 +425,3 @@ def encoder_state(mae: MaskedAutoencoder | Mapping[str, Tensor]) -> dict[str, Te
         for name, value in state.items()
         if name.startswith(_ENCODER)
     }
-
-
-def _heads(vit: nn.Module) -> int:
-    """Attention heads of the first block, whatever its class calls the attention."""
-    return next(cast(int, module.num_heads) for module in vit.modules() if hasattr(module, "num_heads"))

@@ -54,10 +54,9 @@ from wellposed.weights import few, from_file, misfits, read_weights
 
 @dataclass(frozen=True)
 class Built:
-    """A model with what plain timm needs to build it again: the architecture and its options."""
+    """A model with the options that plain timm needs to build it again."""
 
     model: nn.Module
-    architecture: str
     options: dict[str, Any]
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -93,24 +92,27 @@ def build_model(recipe: Recipe, classes: int, channels: int) -> Built:
     else:
         notes = [f"Starts from {describe_weights(model)}."] if recipe.pretrained else []
     mean, std = _statistics(model, channels)
-    architecture, own = timm_architecture(recipe.model)
-    return Built(model, architecture, own | options, mean, std, edits, notes)
+    _, own = timm_architecture(recipe.model)
+    return Built(model, own | options, mean, std, edits, notes)
 
 
 def _build(recipe: Recipe, options: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
     """The model as timm makes it; one that takes images of any size has no option for it."""
-    wanted: dict[str, Any] = {} if recipe.patch_size is None else {"patch_size": recipe.patch_size}
-    sized = wanted | {"img_size": recipe.image_size}
-    start: dict[str, Any] = {"seed": recipe.seed, "pretrained": recipe.pretrained}
+    patch: dict[str, Any] = {} if recipe.patch_size is None else {"patch_size": recipe.patch_size}
+    own: dict[str, Any] = patch | {"img_size": recipe.image_size} | options
     try:
-        return build(recipe.model, **start, **sized, **options), sized | options
+        try:
+            return build(recipe.model, seed=recipe.seed, pretrained=recipe.pretrained, **own), own
+        except TypeError as error:
+            if "img_size" not in str(error):
+                raise
+            own = patch | options
+            return build(recipe.model, seed=recipe.seed, pretrained=recipe.pretrained, **own), own
     except TypeError as error:
-        if "img_size" not in str(error):
-            raise _refused(recipe, error) from error
-    try:
-        return build(recipe.model, **start, **wanted, **options), wanted | options
-    except TypeError as error:
-        raise _refused(recipe, error) from error
+        raise TypeError(
+            f"timm's {recipe.model} does not take the options of the recipe: {error}. Leave it out of "
+            "patch_size, drop_path or model_options."
+        ) from error
 
 
 def _check_options(recipe: Recipe, of_the_data: dict[str, Any]) -> None:
@@ -139,13 +141,6 @@ def _check_patches(model: nn.Module, recipe: Recipe) -> None:
         )
 
 
-def _refused(recipe: Recipe, error: TypeError) -> TypeError:
-    return TypeError(
-        f"timm's {recipe.model} does not take the options of the recipe: {error}. Leave it out of "
-        "patch_size, drop_path or model_options."
-    )
-
-
 def _statistics(model: nn.Module, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation of the pixels that the model's library expects."""
     config: Any = getattr(model, "pretrained_cfg", None) or {}
@@ -163,8 +158,7 @@ _NORMS = ("norm", "fc_norm")
 _POOLING = "attn_pool"
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """What becomes of the tensors of a file: those to load, what to report, and what does not fit."""
 
     load: dict[str, Tensor]
@@ -192,7 +186,14 @@ def start_from(model: nn.Module, source: str | Path) -> list[str]:
     plan, resampled = _plan(model, state), list[str]()
     if plan.misfits:
         converted = _converted_by_timm(model, state, path)
-        plan, resampled = _plan(model, converted), _resampled(state, converted)
+        plan = _plan(model, converted)
+        changed = [
+            f"{key}, from {tuple(state[key].shape)} to {tuple(value.shape)}"
+            for key, value in converted.items()
+            if key in state and state[key].shape != value.shape
+        ]
+        if changed:
+            resampled = [f"Resampled for another size of image or patch: {few(changed)}."]
     if plan.misfits:
         raise _unfit(model, path, plan.misfits)
     own = model.state_dict()
@@ -299,23 +300,10 @@ def _check_grid(model: nn.Module, state: dict[str, Tensor]) -> None:
     held, own = state.get("pos_embed"), getattr(model, "pos_embed", None)
     if held is None or own is None or held.ndim != 3 or held.shape == own.shape:
         return
-    patches = held.shape[1] - _prefix_positions(model)
+    prefix: Any = 0 if getattr(model, "no_embed_class", False) else getattr(model, "num_prefix_tokens", 0)
+    patches = held.shape[1] - prefix
     if math.isqrt(max(patches, 0)) ** 2 != patches:
         raise ValueError(f"pos_embed has {patches} patches, which is no square")
-
-
-def _prefix_positions(model: nn.Module) -> int:
-    """How many entries of ``pos_embed`` are no patches."""
-    without = getattr(model, "no_embed_class", False)
-    return 0 if without else int(getattr(model, "num_prefix_tokens", 0))  # type: ignore[call-overload]
-
-
-def _resampled(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
-    changed = [key for key, value in after.items() if key in before and before[key].shape != value.shape]
-    if not changed:
-        return []
-    shapes = [f"{key}, from {tuple(before[key].shape)} to {tuple(after[key].shape)}" for key in changed]
-    return [f"Resampled for another size of image or patch: {few(shapes)}."]
 
 
 def _unfit(model: nn.Module, path: Path, reasons: list[str]) -> ValueError:
@@ -367,11 +355,10 @@ def order_tokens(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, PatchEmbed):
             # Before edits that stand after the embedding: they read the tokens too.
-            module.register_forward_hook(in_order, prepend=True)
+            module.register_forward_hook(_in_order, prepend=True)
 
 
-def in_order(module: nn.Module, args: tuple[Any, ...], tokens: Tensor) -> Tensor:
-    """Forward hook."""
+def _in_order(module: nn.Module, args: tuple[Any, ...], tokens: Tensor) -> Tensor:
     return tokens.contiguous() if tokens.dim() == 3 else tokens
 
 

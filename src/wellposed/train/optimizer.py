@@ -120,8 +120,7 @@ class Guard:
     """Makes the optimizer's steps, except bad ones.
 
     Args:
-        module: whose running statistics a bad batch must not reach either.
-        optimizer: of its parameters.
+        module, optimizer: a bad batch must not reach the module's running statistics either.
         device: where the loss is.
         continues: a bad update is skipped and training continues, else all later ones are skipped too.
         on_host: read the flag at every update.
@@ -195,11 +194,8 @@ def eps_at(start: float, end: float, done: float, schedule: str) -> float:
 class EpsSchedule:
     """Sets the power of every graying whose edit says how it changes (``eps_end``), in some models.
 
-    The power becomes a tensor that is written to, so that a compiled model is not compiled again.
-
-    Args:
-        models: on their device, edited by :func:`wellposed.train.edits.apply_edits`.
-        updates: of the whole run.
+    The power becomes a tensor that is written to, so that a compiled model is not compiled again. The models
+    are on their device, edited by :func:`wellposed.train.edits.apply_edits`.
     """
 
     def __init__(self, models: Iterable[nn.Module], updates: int) -> None:
@@ -236,16 +232,14 @@ def explain(
 
     The weights are still those before the update and its batch can be made again, so the pass is run again,
     watched: which module's output was the first that is not finite, the norm of every module's output, of
-    every parameter and of its gradient, and kappa and density of the model.
+    every parameter and of its gradient, and kappa and density of the model. The first process writes
+    report.json, every process its batch.
 
     Args:
-        folder: for the files: report.json of the first process, every process's batch.
-        update: the bad one.
-        passes: its batches.
+        update, passes: the bad one and its batches.
         run_pass: makes one forward pass, eagerly, and returns the loss; gradients are cleared by the caller.
         module: what is trained.
         measured: of the monitor, at the weights before the update.
-        rank: of this process.
     """
     outputs: dict[str, float] = {}
     losses = []

@@ -78,17 +78,14 @@ def device_of(model: nn.Module) -> torch.device:
 
 def whole(tensor: Tensor) -> Tensor | None:
     """A copy in main memory, on the first process; None on the others. All of them must call it."""
-    value = _joined(tensor) if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        kind = tensor.device_mesh.device_type
+        there: DTensor = tensor if tensor.device.type == kind else tensor.to(kind)  # type: ignore[assignment]
+        tensor = there.full_tensor()
     if not is_first():
         return None
-    value = value.detach()
-    return value.clone() if value.device.type == "cpu" else value.cpu()
-
-
-def _joined(tensor: DTensor) -> Tensor:
-    kind = tensor.device_mesh.device_type
-    there: DTensor = tensor if tensor.device.type == kind else tensor.to(kind)  # type: ignore[assignment]
-    return there.full_tensor()
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
 def from_first(make: Callable[[], T], device: torch.device) -> T:
@@ -100,19 +97,15 @@ def from_first(make: Callable[[], T], device: torch.device) -> T:
         try:
             box[0] = make()
         except Exception as error:
-            dist.broadcast_object_list([_portable(error)], src=0, device=device)
+            # In a form that surely gets to the other processes.
+            kind = type(error) if type(error) in (ValueError, TypeError, KeyError) else RuntimeError
+            dist.broadcast_object_list([kind(str(error))], src=0, device=device)
             raise
     dist.broadcast_object_list(box, src=0, device=device)
     (made,) = box
     if isinstance(made, Exception):
         raise made
     return made  # type: ignore[return-value]
-
-
-def _portable(error: Exception) -> Exception:
-    """The error in a form that surely gets to the other processes."""
-    kind = type(error) if type(error) in (ValueError, TypeError, KeyError) else RuntimeError
-    return kind(str(error))
 
 
 def send(tensor: Tensor | None, outline: Outline, device: torch.device) -> Tensor:

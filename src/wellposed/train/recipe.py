@@ -213,7 +213,9 @@ def checked(name: str, value: Any) -> Any:
             raise TypeError(f"edits must be a list, got {given!r}.")
         return tuple(edits.checked(call, f"edits[{index}]") for index, call in enumerate(given))
     value = fitting(name, value, field_types()[name])
-    check_value(name, value)
+    words, holds = RANGES.get(name, ("", None))
+    if holds is not None and value is not None and not (math.isfinite(value) and holds(value)):
+        raise ValueError(f"{name} must be {words}, got {value}.")
     return value
 
 
@@ -247,6 +249,22 @@ def require_known(names: Iterable[str], source: str) -> None:
             raise ValueError(f"{source} has an unknown field {name!r}{nearest(name, field_types())}")
 
 
+def decisive(recipe: Recipe) -> dict[str, Any]:
+    """The fields that decide the result; the others may change when a run is resumed."""
+    free = {field.name for field in dataclasses.fields(recipe) if field.metadata["free"]}
+    return {name: value for name, value in recipe.to_mapping().items() if name not in free}
+
+
+def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The fields whose values differ, with both; one that is open is ``"unset"``.
+
+    >>> changes_of({"lr": 0.1, "seed": 0}, {"seed": 0, "ema": 0.9})
+    [('lr', 0.1, 'unset'), ('ema', 'unset', 0.9)]
+    """
+    both = [(name, before.get(name, "unset"), now.get(name, "unset")) for name in {**before, **now}]
+    return [change for change in both if change[1] != change[2]]
+
+
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
@@ -264,7 +282,8 @@ def kind_of(hint: Any) -> tuple[Any, bool]:
 def fitting(name: str, value: Any, hint: Any) -> Any:
     """The value as the field's type has it, or an error that says what was expected."""
     kind, may_be_none = kind_of(hint)
-    if may_be_none and (value is None or _is_none_word(value)):
+    is_none = isinstance(value, str) and value == NONE
+    if may_be_none and (value is None or is_none):
         return None
     origin = get_origin(kind)
     if origin is Literal:
@@ -274,14 +293,16 @@ def fitting(name: str, value: Any, hint: Any) -> Any:
         listed = ", ".join(map(str, choices))
         raise ValueError(f"{name} must be one of {listed}, got {value!r}{nearest(value, choices)}")
     if origin is tuple:
-        if _is_none_word(value):
+        if is_none:
             return ()
         if not isinstance(value, (list, tuple)):
             raise TypeError(f"{name} must be a list, got {value!r}.")
         (item, *_) = get_args(kind)
         return tuple(fitting(f"{name}[{index}]", each, item) for index, each in enumerate(value))
     if origin is dict:
-        return _options(name, value)
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{name} must be a table of options, got {value!r}.")
+        return _plain(name, value)
     if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
     number = {int: numbers.Integral, float: numbers.Real}.get(kind)
@@ -292,23 +313,13 @@ def fitting(name: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def _is_none_word(value: Any) -> bool:
-    return isinstance(value, str) and value == NONE
-
-
-def _options(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a table of options, got {value!r}.")
-    for key in value:
-        if not isinstance(key, str):
-            raise TypeError(f"{name} must have texts for keys, got {key!r}.")
-    return {key: _plain(f"{name}.{key}", each) for key, each in value.items()}
-
-
 def _plain(name: str, value: Any) -> Any:
     """What a file can hold, so that a saved recipe is the recipe."""
     if isinstance(value, Mapping):
-        return _options(name, value)
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"{name} must have texts for keys, got {key!r}.")
+        return {key: _plain(f"{name}.{key}", each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(f"{name}[{index}]", each) for index, each in enumerate(value)]
     if type(value) in _WORDS:
@@ -334,18 +345,6 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 )
 # fmt: on
 RANGES = {name: (words, holds) for words, holds, names in _RANGES for name in names}
-
-
-def check_value(name: str, value: Any) -> None:
-    """Raise if a field's value, of the right type, is not one that it can have."""
-    if value is None:
-        return
-    if name in RANGES:
-        words, holds = RANGES[name]
-        for number in value if isinstance(value, tuple) else (value,):
-            if not (math.isfinite(number) and holds(number)):
-                each = "hold values" if isinstance(value, tuple) else "be"
-                raise ValueError(f"{name} must {each} {words}, got {number}.")
 
 
 def check_together(recipe: "Recipe") -> None:
@@ -429,16 +428,16 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         said = str(error).replace("end of document", f"the end, line {text.count(chr(10)) + 1}")
         raise ValueError(f"{path} is not valid TOML: {said}") from error
-    with _named(path):
+    with named(path):
         given = with_edits(given)
     values = without_removed(given, str(path))
     require_known(values, str(path))
-    with _named(path):
+    with named(path):
         return {name: checked(name, value) for name, value in values.items()}
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def named(path: Path) -> Iterator[None]:
     """An error inside names the file."""
     try:
         yield

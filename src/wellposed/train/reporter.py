@@ -27,20 +27,14 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """Reports one start of a run; a resumed run has one for each start.
-
-    Numbers are plain floats. A line that cannot be written, a tracker that fails, a terminal that is closed:
-    none of them stops the run.
+    """Reports one start of a run; a resumed run has one for each start. Nothing here stops the run.
 
     Args:
-        folder: of the run.
-        recipe: with all fields filled in.
-        updates: of the whole run.
+        folder, recipe, updates: of the run, with all fields filled in.
         start: updates that were done before this start.
         main: whether this process reports; for the others every call does nothing.
         accelerator: made with ``log_with=tracker_names(recipe), project_dir=folder``; None for no trackers.
-        console: to show on; None is standard error.
-        quiet: show nothing.
+        console, quiet: to show on, None is standard error; show nothing.
         about: rows of the end table that only the caller knows, such as ``parameters``.
     """
 
@@ -133,8 +127,6 @@ class Reporter:
         ``timed`` are the images since this start, where a resumed run has some of before in its numbers.
         """
         self._update = update
-        if not self._main:
-            return
         now = time.monotonic()
         pace = (images if timed is None else timed) / max(now - self._counted, 1e-9)
         self._counted = now
@@ -145,7 +137,7 @@ class Reporter:
 
     def measured(self, update: int, numbers: Mapping[str, float], alarms: "Iterable[Alarm]" = ()) -> None:
         """What the monitor gives, with its alarms; an empty mapping is no measurement."""
-        if self._main and numbers:
+        if numbers:
             self.event("monitor", update=update, **numbers)
             for each in alarms:
                 said = {"blocks": list(each.blocks), "evidence": each.evidence, "remedy": each.remedy}
@@ -164,8 +156,6 @@ class Reporter:
         **more: float,
     ) -> None:
         """The numbers of a test; ``best`` if its weights are now the best."""
-        if not self._main:
-            return
         self._newest |= _known(**{"test loss": loss, "test accuracy": accuracy})
         numbers = _known(loss=loss, accuracy=accuracy, ema_accuracy=ema_accuracy, **more)
         self.event("test", update=update, epoch=epoch, **numbers, best=best)
@@ -242,11 +232,12 @@ class Reporter:
         if self._screen is not None:
             epochs = self.recipe.epochs
             epoch = min(self._update * epochs // max(self.updates, 1) + 1, epochs)
-            self._screen.show(self._update, f"epoch {epoch}/{epochs}", self._parts)
-
-    def _parts(self) -> list[str]:
-        left = time_left(self._update, self.updates, self.start, time.monotonic() - self._began)
-        return status_parts(self._newest, self._seconds(), left)
+            left = time_left(self._update, self.updates, self.start, time.monotonic() - self._began)
+            self._screen.show(
+                self._update,
+                f"epoch {epoch}/{epochs}",
+                lambda: status_parts(self._newest, self._seconds(), left),
+            )
 
     def _close(self) -> None:
         self._due = float("inf")
@@ -317,8 +308,9 @@ def flat(recipe: Recipe) -> dict[str, bool | int | float | str]:
             else {name: value}
         )
         for key, item in items.items():
-            is_plain = isinstance(item, (bool, int, float))
-            values[key] = item if is_plain else without_secrets(_listed(item))
+            if isinstance(item, (list, tuple)):
+                item = ", ".join(map(str, item))
+            values[key] = item if isinstance(item, (bool, int, float)) else without_secrets(str(item))
     return values
 
 
@@ -326,11 +318,8 @@ class Trackers:
     """The trackers of an accelerator, each fed and finished on its own, so that one may fail.
 
     Args:
-        accelerator: made with ``log_with=tracker_names(recipe), project_dir=folder``.
-        recipe: stored as hyperparameters.
-        name: of the run.
-        run: identifies it, so that a resumed run continues where trackers can do that.
-        start: first update; above 0 the run is resumed.
+        accelerator, recipe, start, name: of the :class:`Reporter`, its folder's name.
+        run: identifies the run, so that a resumed one continues where trackers can do that.
         warn: gets a sentence, once for each tracker that fails.
     """
 
@@ -407,7 +396,3 @@ def _name(tracker: Any) -> str:
 
 def _reason(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _listed(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

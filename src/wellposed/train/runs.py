@@ -1,4 +1,4 @@
-"""The folder of a run: its name, whether what is in it can be resumed, and its weights as a model again.
+"""A run, opened again: its weights as a model, and some of its test images.
 
 A run has several weights: those it started from, its checkpoints, the last ones and the best. ::
 
@@ -9,10 +9,6 @@ A run has several weights: those it started from, its checkpoints, the last ones
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
-import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,120 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.environment import without_secrets
-from wellposed.files import clear_staged, read_object
+from wellposed.files import read_object
 from wellposed.models import load_weights, say_weights
 from wellposed.run_records import NAME as LOG
-from wellposed.run_records import read_run
+from wellposed.run_records import RESULT, read_result, read_run
 from wellposed.train.augment import normalised
 from wellposed.train.batches import scale
 from wellposed.train.checkpoint import file_hash
 from wellposed.train.data import decode_readable, open_data
-from wellposed.train.edits import whole
-from wellposed.train.export import ENVIRONMENT, RECIPE, RESULT, WEIGHTS
+from wellposed.train.export import RECIPE, WEIGHTS
 from wellposed.train.model import build_model, start_from
 from wellposed.train.optimizer import EpsSchedule
-from wellposed.train.recipe import REMOVED, Recipe, read_recipe, write_recipe
-
-
-def default_folder(recipe: Recipe) -> Path:
-    """The same for equal recipes, so that the same call resumes.
-
-    >>> default_folder(Recipe()) == default_folder(Recipe(workers=0))
-    True
-    """
-    removed = {name: default for name, (default, _) in REMOVED.items()}  # runs keep their names
-    text = json.dumps(removed | decisive(recipe), sort_keys=True, default=str)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    kind, colon, rest = recipe.data.removeprefix("torchvision:").partition(":")
-    data = kind if colon and kind not in ("packed", "hf", "wds", "folder") else Path(rest or kind).stem
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{data}-{recipe.model}").strip("-.")
-    return Path("runs") / f"{name}-{digest}"
-
-
-def decisive(recipe: Recipe) -> dict[str, Any]:
-    """The fields that decide the result; the others may change when a run is resumed."""
-    free = {field.name for field in dataclasses.fields(recipe) if field.metadata["free"]}
-    return {name: value for name, value in recipe.to_mapping().items() if name not in free}
-
-
-def open_folder(folder: Path, recipe: Recipe, overwrite: bool) -> dict[str, Any] | None:
-    """Make a folder that is there ready for a run; returns the result of one that is finished already.
-
-    Raises:
-        ValueError: the folder holds a run of another recipe, or something that is no run.
-    """
-    file = folder / RECIPE
-    clear_staged(file, folder / ENVIRONMENT, folder / RESULT)
-    if overwrite and file.is_file():
-        _empty(folder)
-    if file.is_file():
-        before, now = decisive(Recipe.from_mapping(read_recipe(file))), decisive(recipe)
-        earlier = before.get("edits", [])
-        if earlier and len(earlier) == len(recipe.edits):
-            # Older versions wrote them in another form, and no floors.
-            before["edits"] = [
-                {name: new[name] for name in ("floor",) if name in new} | whole(old)
-                for old, new in zip(earlier, recipe.edits, strict=True)
-            ]
-        changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-        if changed:
-            listed = ", ".join(
-                f"{name} {before.get(name, 'unset')!r} there, {now.get(name, 'unset')!r} now"
-                for name in changed
-            )
-            raise ValueError(
-                f"{folder} holds a run of another recipe ({listed}); take another --out, or --overwrite."
-            )
-        result = folder / RESULT
-        if result.is_file():
-            done = read_result(folder)
-            if done.get("finished"):
-                return done
-    elif folder.is_dir() and any(folder.iterdir()):
-        # A log may be there already, written by what started the run.
-        strangers = [path.name for path in folder.iterdir() if path.suffix not in (".txt", ".log")]
-        if strangers:
-            raise ValueError(
-                f"expected a new folder or that of a run, {folder} holds {strangers[0]!r} and no {RECIPE}; "
-                "take another --out."
-            )
-    write_recipe(recipe, file)
-    return None
-
-
-def read_result(folder: Path) -> dict[str, Any]:
-    """What is in ``result.json``; an error names the file."""
-    path = folder / RESULT
-
-    def damaged(why: object) -> ValueError:
-        return ValueError(
-            f"expected a JSON object in {path}, which is damaged ({why}); delete that file, and the command "
-            "that trained makes it again from the last checkpoint."
-        )
-
-    try:
-        values = read_object(path)
-    except ValueError as error:
-        raise damaged(error) from error
-    for name in ("test", "best", "about"):
-        if not isinstance(values.get(name), (dict, type(None))):
-            raise damaged(f"its {name} is a {type(values[name]).__name__}")
-    return values
-
-
-def _empty(folder: Path) -> None:
-    """Delete what is in the folder, which stays, with the lock on it.
-
-    A kill leaves a run that was interrupted: its result goes first, and the recipe that makes it a run last.
-    """
-    first, last = folder / RESULT, folder / RECIPE
-    inside = [path for path in folder.iterdir() if path not in (first, last)]
-    for path in (first, *inside, last):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
+from wellposed.train.recipe import Recipe, read_recipe
 
 Named = Literal["initial", "last", "best"]
 
@@ -299,6 +193,8 @@ def open_run(
     folder = Path(folder).expanduser()
     _require_run(folder)
     recipe = Recipe.from_mapping(read_recipe(folder / RECIPE))
+    if device is None:
+        device = "cuda" if recipe.device != "cpu" and torch.cuda.is_available() else "cpu"
     config = _config(folder)
     with _fields_of(folder):
         expects = dict(config["pretrained_cfg"])
@@ -311,7 +207,7 @@ def open_run(
         classes=classes,
         channels=channels,
         expects=expects,
-        device=_device(recipe) if device is None else torch.device(device),
+        device=torch.device(device),
         count=images,
     )
 
@@ -356,11 +252,8 @@ def _require_own(file: Path) -> None:
 
 def _planned_updates(folder: Path) -> int:
     """Of the whole run, also where it has not come to its end: the schedule of eps depends on it."""
-    file = folder / "result.json"
-    if file.is_file():
-        result = read_result(folder)
-        if result["finished"]:
-            return int(result["updates"])
+    if (folder / RESULT).is_file() and (result := read_result(folder))["finished"]:
+        return int(result["updates"])
     planned = [int(line["updates"]) for line in read_run(folder) if line.get("updates")]
     if not planned:
         raise ValueError(f"expected the number of updates in {folder / LOG}, which does not have it.")
@@ -375,11 +268,6 @@ def _config(weights: Path) -> dict[str, Any]:
     raise FileNotFoundError(
         f"expected weights with a {_CONFIG} in last or best of {weights}, there are none. {_WHEN}"
     )
-
-
-def _device(recipe: Recipe) -> torch.device:
-    name = recipe.device or "cuda"
-    return torch.device(name if name == "cpu" or torch.cuda.is_available() else "cpu")
 
 
 class _TestImages(NamedTuple):

@@ -244,16 +244,15 @@ class EndTable:
 
 
 def end_table(recipe: Recipe, summary: Mapping[str, Any], about: Mapping[str, Any], folder: Path) -> EndTable:
-    """All of a run on one screen.
-
-    Args:
-        recipe: of the run.
-        summary: of :func:`wellposed.run_records.summarise`.
-        about: what only the trainer knows, shown as it is; a number is shown with separators.
-        folder: of the run; the files that are there are named.
-    """
-    rows = [("model", recipe.model), ("data", recipe.data), ("epochs", _epochs(recipe, summary))]
-    rows[2:2] = [(name.replace("_", " "), _shown(value)) for name, value in about.items()]
+    """All of a run on one screen: its summary, what only the trainer knows (``about``), and its files."""
+    updates = f"{summary['updates']:,} updates"
+    is_whole = summary["finished"] and not summary["collapsed"]
+    rows = [
+        ("model", recipe.model),
+        ("data", recipe.data),
+        *((name.replace("_", " "), _shown(value)) for name, value in about.items()),
+        ("epochs", f"{recipe.epochs} ({updates})" if is_whole else f"of {recipe.epochs}: {updates}"),
+    ]
     rows += _results(summary)
     if summary["images_per_second"] is not None:
         rows.append(("images/s", f"{rate(summary['images_per_second'])} (median)"))
@@ -275,12 +274,6 @@ def end_table(recipe: Recipe, summary: Mapping[str, Any], about: Mapping[str, An
     named = aligned([(name, FILES[name]) for name in present]) if present else ""
     rows.append(("files", f"{folder}\n{named}".rstrip()))
     return EndTable(rows)
-
-
-def _epochs(recipe: Recipe, summary: Mapping[str, Any]) -> str:
-    updates = f"{summary['updates']:,} updates"
-    is_whole = summary["finished"] and not summary["collapsed"]
-    return f"{recipe.epochs} ({updates})" if is_whole else f"of {recipe.epochs}: {updates}"
 
 
 def _results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

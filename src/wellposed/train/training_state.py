@@ -279,10 +279,13 @@ def _plain_name(key: str) -> str:
 
 
 def _misfits(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
-    own = {name: outline(value) for name, (_, value) in _weights(model).items()}
-    saved = _outlines(weights)
+    def words(tensor: Tensor) -> str:
+        return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+
+    own = {name: words(value) for name, (_, value) in _weights(model).items()}
+    saved = {name: words(value) for name, value in weights.items()}
     other = [
-        f"{name}: {_words(saved[name])} in the checkpoint, {_words(own[name])} in the model"
+        f"{name}: {saved[name]} in the checkpoint, {own[name]} in the model"
         for name in own
         if name in saved and own[name] != saved[name]
     ]
@@ -310,8 +313,3 @@ def _given(checkpoint: Checkpoint | None) -> Checkpoint:
 
 def _outlines(tensors: Mapping[str, Tensor]) -> dict[str, Outline]:
     return {name: outline(tensor) for name, tensor in tensors.items()}
-
-
-def _words(outline: Outline) -> str:
-    shape, dtype = outline
-    return f"{dtype_name(dtype)} {shape}"

@@ -17,8 +17,8 @@ from PIL import Image
 
 from wellposed.train.data import open_data
 from wellposed.train.data.libraries import SETS
+from wellposed.train.fitting import default_folder
 from wellposed.train.recipe import Recipe
-from wellposed.train.runs import default_folder
 
 NAMES = ["airplane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 EACH = 20

@@ -25,7 +25,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -123,7 +123,12 @@ def open_data(
     train, test = splits
     require_images(train, test, classes, spec)
     if limit is not None:
-        train = limited(train, limit, seed, spec)
+        if limit > len(train):
+            raise ValueError(
+                f"limit must be at most the {len(train)} training images of {spec}, got {limit}."
+            )
+        # The first ones of a permutation: a smaller limit is a part of a larger one.
+        train = train.subset(np.random.default_rng(seed).permutation(len(train))[:limit])
         notes += (f"{limit} training images were drawn (seed {seed}).",)
     for name, split in (("training", train), ("test", test)):
         if missing := absent(split.labels, classes):
@@ -275,13 +280,6 @@ def held_out(labels: Indices, share: float, seed: int) -> tuple[Indices, Indices
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
-def limited(split: Split, limit: int, seed: int, what: str) -> Split:
-    """The first ``limit`` of a permutation drawn by the seed: a smaller limit is a part of a larger one."""
-    if limit > len(split):
-        raise ValueError(f"limit must be at most the {len(split)} training images of {what}, got {limit}.")
-    return split.subset(np.random.default_rng(seed).permutation(len(split))[:limit])
-
-
 TEST_IMAGES = 400
 
 
@@ -361,20 +359,12 @@ def train_and_test(splits: Mapping[Any, Item], what: str) -> tuple[Item, Item | 
     return known["train"], known.get("val", known.get("test")), notes
 
 
-class _Listing(NamedTuple):
-    """The images of each class, as paths from the root; and how many files are none, by suffix."""
-
-    root: Path
-    images: dict[str, list[str]]
-    others: Counter[str]
-
-    def part(self, classes: tuple[str, ...]) -> Part:
-        counts = [len(self.images.get(name, [])) for name in classes]
-        paths = [path for name in classes for path in self.images.get(name, [])]
-        return Part(FileImages(self.root, paths), np.repeat(np.arange(len(classes)), counts))
+Listing = dict[str, list[str]]
+"""The images of each class, as paths from the folder of all."""
 
 
 def image_folder(folder: Path) -> Contents:
+    """One folder a class, in two splits or in one."""
     if not folder.is_dir():
         raise FileNotFoundError(f"expected a folder of images, there is no folder {folder}.")
     inner = _folders(folder)
@@ -386,30 +376,38 @@ def image_folder(folder: Path) -> Contents:
     else:
         train_root, test_root, notes = folder, None, ()
 
-    train = _listing(train_root)
-    empty = next((name for name, paths in train.images.items() if not paths), None)
+    train, others = _listing(train_root)
+    empty = next((name for name, paths in train.items() if not paths), None)
     if empty is not None:
         raise ValueError(
             f"class {empty!r} has no images in {train_root / empty} (expected {', '.join(SUFFIXES)}); add "
             "some or remove the folder."
         )
-    test = None if test_root is None else _listing(test_root)
-    foreign = [] if test is None else [name for name in test.images if name not in train.images]
-    if foreign:
+    test: Listing = {}
+    if test_root is not None:
+        test, more_others = _listing(test_root)
+        others += more_others
+    if foreign := [name for name in test if name not in train]:
         more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
         raise ValueError(
             f"{test_root} has classes that {train_root} lacks: {', '.join(map(repr, foreign[:5]))}{more}; "
             "the folders of the two must have the same names."
         )
-    others = train.others if test is None else train.others + test.others
     if others:
         endings = ", ".join(suffix or "no ending" for suffix, _ in others.most_common(5))
         notes += (f"{others.total()} files that are not images of a class were skipped ({endings}).",)
-    classes = tuple(train.images)
-    return Contents(classes, train.part(classes), None if test is None else test.part(classes), notes=notes)
+
+    def part(root: Path, images: Listing) -> Part:
+        counts = [len(images.get(name, [])) for name in train]
+        paths = [path for name in train for path in images.get(name, [])]
+        return Part(FileImages(root, paths), np.repeat(np.arange(len(train)), counts))
+
+    tested = None if test_root is None else part(test_root, test)
+    return Contents(tuple(train), part(train_root, train), tested, notes=notes)
 
 
-def _listing(root: Path) -> _Listing:
+def _listing(root: Path) -> tuple[Listing, Counter[str]]:
+    """The images, and how many files are none, by suffix."""
     names = _folders(root)
     if not names:
         raise ValueError(f"expected one folder a class in {root}, such as {root / 'cat'}, found no folders.")
@@ -421,7 +419,7 @@ def _listing(root: Path) -> _Listing:
                 f"the names of classes must be UTF-8 text, got the folder {name!r} in {str(root)!r}; "
                 "rename it."
             ) from error
-    images: dict[str, list[str]] = {name: [] for name in names}
+    images: Listing = {name: [] for name in names}
     others = Counter(
         Path(entry.name).suffix
         for entry in os.scandir(root)
@@ -435,7 +433,7 @@ def _listing(root: Path) -> _Listing:
             else:
                 others[suffix] += 1
         found.sort()
-    return _Listing(root, images, others)
+    return images, others
 
 
 def _folders(root: Path) -> list[str]:

@@ -283,16 +283,8 @@ def _packed_part(path: Path, file: Any, split: str) -> Part:
     return Part(ArchivedImages([archive], str(path), names, places), _array(file, f"{split}_labels"))
 
 
-class _Header(NamedTuple):
-    """Shape and type of an array of the file, and where its values begin."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    size: int
-
-
-def _header(file: Any, name: str) -> _Header:
-    """Of an array, of which the file has as many bytes as it says."""
+def _header(file: Any, name: str) -> tuple[tuple[int, ...], np.dtype[Any], int]:
+    """Shape and type of an array, of which the file has as many bytes as it says, and where they begin."""
     member = file.zip.getinfo(f"{name}.npy")
     with file.zip.open(member) as opened:
         version = np.lib.format.read_magic(opened)
@@ -300,11 +292,11 @@ def _header(file: Any, name: str) -> _Header:
             np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         )
         shape, _, dtype = read(opened)
-        header = _Header(shape, dtype, opened.tell())
-    got = member.file_size - header.size
+        start = opened.tell()
+    got = member.file_size - start
     if not dtype.hasobject and math.prod(shape) * dtype.itemsize != got:
         raise ValueError(f"{name} must have {math.prod(shape):,} values of {dtype}, got {got:,} bytes")
-    return header
+    return shape, dtype, start
 
 
 def _array(file: Any, name: str) -> npt.NDArray[Any]:
@@ -318,18 +310,18 @@ def _bytes(path: Path, file: Any, name: str) -> tuple[Archive | npt.NDArray[np.u
 
     That is the file itself where the array is stored plainly, else memory.
     """
-    header = _header(file, name)
-    if header.dtype != np.uint8 or len(header.shape) != 1:
-        raise ValueError(f"{name} must be one row of bytes, got {header.dtype} {header.shape}")
+    shape, dtype, offset = _header(file, name)
+    if dtype != np.uint8 or len(shape) != 1:
+        raise ValueError(f"{name} must be one row of bytes, got {dtype} {shape}")
     member = file.zip.getinfo(f"{name}.npy")
     if member.compress_type != zipfile.ZIP_STORED:
-        return file[name], 0, header.shape[0]
+        return file[name], 0, shape[0]
     with path.open("rb") as raw:
         raw.seek(member.header_offset)
         local = raw.read(_LOCAL_HEADER)
         lengths = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
-        start = member.header_offset + _LOCAL_HEADER + lengths + header.size
-        return Archive(str(path.absolute()), Fingerprint.of(raw.fileno())), start, header.shape[0]
+        start = member.header_offset + _LOCAL_HEADER + lengths + offset
+        return Archive(str(path.absolute()), Fingerprint.of(raw.fileno())), start, shape[0]
 
 
 _KEPT = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")

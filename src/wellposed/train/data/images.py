@@ -9,7 +9,9 @@ writes its reference count, and so copies the page that holds it.
 (400, 1, 8, 8)
 """
 
+import contextlib
 import errno
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -380,13 +382,8 @@ def in_threads(
 ) -> list[Result]:
     """``work`` on pieces of ``range(count)``, its results in order. Pillow and the disk free Python's lock.
 
-    Args:
-        work: takes a piece of the range.
-        count: how many items there are.
-        what: words for the progress bar, which the first process of a machine shows on a terminal.
-        chunk: size of a piece.
-        threads: as many as there are cores unless the work waits for a disk.
-        progress: show the bar.
+    The first process of a machine shows a bar on a terminal. There are as many threads as cores, unless the
+    work waits for a disk.
     """
     pieces = [range(start, min(start + chunk, count)) for start in range(0, count, chunk)]
     console = Console(stderr=True)
@@ -400,13 +397,7 @@ def in_threads(
 
 
 class Look(NamedTuple):
-    """What the headers of images show.
-
-    Args:
-        unreadable: a message for each image that has no readable header, by index.
-        sizes: width and height of the others.
-        is_grey: all are.
-    """
+    """What the headers of images show: why some cannot be read, by index; width and height of the others."""
 
     unreadable: dict[int, str]
     sizes: set[tuple[int, int]]
@@ -465,13 +456,7 @@ def refusal(what: str, messages: Sequence[str], total: int) -> UnreadableImageEr
 
 
 class Readable(NamedTuple):
-    """What could be decoded of a split.
-
-    Args:
-        pixels: (m, C, S, S), of the readable images.
-        indices: (m,), which images of the split those are; ``split.subset(indices)`` has their labels.
-        unreadable: a message for each of the others, which names it and says why.
-    """
+    """What could be decoded of a split, (m, C, S, S); which of its images those are; why others are not."""
 
     pixels: Bytes
     indices: Indices
@@ -510,21 +495,14 @@ def decode_readable(split: Split, size: int, channels: int, *, progress: bool = 
                 pixels[index] = array if channels == 1 else array.transpose(2, 0, 1)
         return failed
 
-    pieces = in_threads(
-        decode_piece, len(split), "decoding images", threads=_useful_threads(split), progress=progress
-    )
+    # One for small pictures, whose decoding is mostly Python's part of the work; None for all cores.
+    threads = None
+    with contextlib.suppress(UnreadableImageError, IndexError):
+        threads = 1 if math.prod(split.picture(0).size) <= 64 * 64 else None
+    pieces = in_threads(decode_piece, len(split), "decoding images", threads=threads, progress=progress)
     failed = {index: message for piece in pieces for index, message in piece.items()}
     indices = np.setdiff1d(everything, list(failed))
     return Readable(pixels[indices] if failed else pixels, indices, tuple(failed.values()))
-
-
-def _useful_threads(split: Split) -> int | None:
-    """One for small pictures, whose decoding is mostly Python's part of the work; None for all cores."""
-    try:
-        width, height = split.picture(0).size
-    except (UnreadableImageError, IndexError):
-        return None
-    return 1 if width * height <= 64 * 64 else None
 
 
 def fitted(picture: Image.Image, size: int) -> Image.Image:

@@ -158,7 +158,12 @@ def _part(dataset: Any, what: str) -> Part:
     labels = _first(dataset, "targets", "labels", "_labels")
     pixels = _first(dataset, "data")
     if pixels is not None:
-        return Part(PixelImages(_channels_last(np.asarray(pixels)), what), np.asarray(labels))
+        array = np.asarray(pixels)  # (n, H, W), (n, 3, H, W) or (n, H, W, 3)
+        if array.ndim == 3:
+            array = array[..., None]
+        elif array.shape[1] == 3:
+            array = np.ascontiguousarray(array.transpose(0, 2, 3, 1))
+        return Part(PixelImages(array, what), np.asarray(labels))
     paths = _first(dataset, "_image_files", "_images")
     if paths is None:
         pairs = _first(dataset, "_samples", "samples", "imgs")
@@ -168,13 +173,6 @@ def _part(dataset: Any, what: str) -> Part:
 
 def _first(dataset: Any, *names: str) -> Any:
     return next((getattr(dataset, name) for name in names if hasattr(dataset, name)), None)
-
-
-def _channels_last(pixels: Any) -> Any:
-    """(n, H, W), (n, 3, H, W) or (n, H, W, 3) as (n, H, W, C)."""
-    if pixels.ndim == 3:
-        return pixels[..., None]
-    return np.ascontiguousarray(pixels.transpose(0, 2, 3, 1)) if pixels.shape[1] == 3 else pixels
 
 
 class HubImages(EncodedImages):

@@ -28,7 +28,16 @@ from wellposed.files import alone_in, write_cells, write_json
 from wellposed.records import short
 from wellposed.run_records import best_accuracy
 from wellposed.text import aligned
-from wellposed.train.recipe import SUFFIX, Recipe, combine, read_recipe, write_recipe
+from wellposed.train.recipe import (
+    SUFFIX,
+    Recipe,
+    changes_of,
+    combine,
+    decisive,
+    named,
+    read_recipe,
+    write_recipe,
+)
 from wellposed.train.screen import duration, percent, rate
 from wellposed.train.sweep.processes import (
     LOG,
@@ -130,7 +139,12 @@ def plan(
         raise ValueError(f"seeds must be different numbers, got {list(seeds)}.")
     files = find_recipes(sources, without=out)
     runs = []
-    for group, recipe in zip(distinct_names(files), [_read(file, changes) for file in files], strict=True):
+    recipes = []
+    for file in files:
+        values = read_recipe(file)
+        with named(file):
+            recipes.append(combine(values, changes))
+    for group, recipe in zip(distinct_names(files), recipes, strict=True):
         for seed in [None] if seeds is None else seeds:
             name = group if seed is None else f"{group}-seed{seed}"
             seeded = recipe if seed is None else dataclasses.replace(recipe, seed=seed)
@@ -175,14 +189,6 @@ def distinct_names(files: Sequence[Path]) -> list[str]:
     return list(names.values())
 
 
-def _read(file: Path, changes: Mapping[str, Any]) -> Recipe:
-    values = read_recipe(file)
-    try:
-        return combine(values, changes)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{file}: {error}") from error
-
-
 def train_runs(
     runs: Sequence[Run],
     *,
@@ -193,16 +199,9 @@ def train_runs(
     cluster: "Resources | None" = None,
     at_end: Callable[[Sequence[Child]], None] = lambda children: None,
 ) -> tuple[list[Child], int]:
-    """Train runs side by side; what became of them, and an exit code.
+    """Train runs, whose folders are in ``out``; what became of them, and an exit code. See :func:`run`.
 
-    Args:
-        runs: whose folders are in ``out``.
-        out: locked meanwhile.
-        jobs: runs at a time.
-        command: as of :func:`run`.
-        console: where to print.
-        cluster: as of :func:`run`.
-        at_end: called while the folder is still locked and signals wait.
+    ``at_end`` is called while ``out`` is still locked and signals wait.
     """
     out.mkdir(parents=True, exist_ok=True)
     with alone_in(out) as lock:
@@ -231,15 +230,11 @@ def _require_same(run: Run) -> None:
     trained = run.folder.is_dir() and any(path.name != LOG for path in run.folder.iterdir())
     if not trained or not run.recipe_file.exists():
         return
-    before = combine(read_recipe(run.recipe_file), {})
-    changed = [
-        f"{field.name} was {getattr(before, field.name)!r}, now {getattr(run.recipe, field.name)!r}"
-        for field in dataclasses.fields(Recipe)
-        if not field.metadata["free"] and getattr(before, field.name) != getattr(run.recipe, field.name)
-    ]
+    changed = changes_of(decisive(Recipe.from_mapping(read_recipe(run.recipe_file))), decisive(run.recipe))
     if changed:
+        listed = "; ".join(f"{name} was {before!r}, now {now!r}" for name, before, now in changed)
         raise ValueError(
-            f"{run.folder} holds a run of another recipe: {'; '.join(changed)}. "
+            f"{run.folder} holds a run of another recipe: {listed}. "
             "Choose another --out, or delete the folder."
         )
 

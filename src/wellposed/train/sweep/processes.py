@@ -67,13 +67,7 @@ class LocalProcess(subprocess.Popen[bytes]):
 
 @dataclass(frozen=True)
 class LocalEngine:
-    """Processes of this machine.
-
-    Args:
-        command: what is called with a recipe and ``--out FOLDER``.
-        environment: of the processes.
-        inherited: open files that they hold too.
-    """
+    """Processes of this machine: a command with RECIPE --out FOLDER, which hold the ``inherited`` files."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -95,21 +89,14 @@ class LocalEngine:
 
 
 class Progress:
-    """The newest numbers of a run; :meth:`refresh` reads what was added since the last time.
-
-    Attributes:
-        update: updates done.
-        updates: updates in all, None until the run has said it.
-        accuracy: of the last test.
-        rate: images a second.
-    """
+    """The newest numbers of a run; :meth:`refresh` reads what was added since the last time."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._position = file, 0
         self.update: float | None = None
-        self.updates: float | None = None
-        self.accuracy: float | None = None
-        self.rate: float | None = None
+        self.updates: float | None = None  # in all; None until the run has said it
+        self.accuracy: float | None = None  # of the last test
+        self.rate: float | None = None  # images a second
 
     def refresh(self) -> None:
         """Read the new lines. One that is not whole yet waits for its end, one that is torn is skipped."""
@@ -122,8 +109,8 @@ class Progress:
         added = added[: added.rfind(b"\n") + 1]
         self._position += len(added)
         for values in map(_values, added.splitlines()):
-            self.update = _either(values.get("update"), self.update)
-            self.updates = _either(values.get("updates"), self.updates)
+            self.update = number(values.get("update"), self.update)
+            self.updates = number(values.get("updates"), self.updates)
             if values.get("event") == "train":
                 self.rate = number(values.get("images_per_second")) or self.rate
             elif values.get("event") == "test":
@@ -136,15 +123,10 @@ class Progress:
         return max(self.updates - self.update, 0) * batch_size / self.rate
 
 
-def number(value: Any) -> float | None:
-    """The value if it is a finite number, else None."""
+def number(value: Any, otherwise: float | None = None) -> float | None:
+    """The value if it is a finite number."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
-
-
-def _either(value: Any, otherwise: float | None) -> float | None:
-    found = number(value)
-    return otherwise if found is None else found
+    return value if is_number and math.isfinite(value) else otherwise
 
 
 def _values(text: bytes) -> dict[str, Any]:
@@ -155,17 +137,12 @@ def _values(text: bytes) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def read_result(folder: Path) -> dict[str, Any]:
+def _result(folder: Path) -> dict[str, Any]:
     """What the run's ``result.json`` says; empty if there is none that can be read."""
     try:
         return _values(read_bytes(folder / "result.json"))
     except (OSError, ValueError):
         return {}
-
-
-def is_finished(result: Mapping[str, Any]) -> bool:
-    """Whether a ``result.json`` is that of a run that came to its end."""
-    return bool(result.get("status", "finished" if result.get("finished") else "") == "finished")
 
 
 Engine = Union["LocalEngine", "RayEngine"]
@@ -198,8 +175,8 @@ class Child:
     def of(cls, run: Run) -> "Child":
         """A child that waits, or that a sweep before has finished."""
         child = cls(run, Progress(run.folder / "run.jsonl"))
-        result = read_result(run.folder)
-        if is_finished(result):
+        result = _result(run.folder)
+        if result.get("finished"):
             child.state, child.result = "finished", result
             child.progress.refresh()
         return child
@@ -229,15 +206,18 @@ class Child:
         if code is None:
             self.state = "queued" if self.process.is_queued else "running"
             return
-        self.result = read_result(self.run.folder)
-        if code == 0 and is_finished(self.result):
+        self.result = _result(self.run.folder)
+        if code == 0 and self.result.get("finished"):
             self.state = "finished"
         elif self.asked_to_stop or code in (TERMINATED, -signal.SIGTERM):
             self.state = "interrupted"
         elif code == NONFINITE:
             self.state, self.reason = "nonfinite", "a loss or gradient was not finite"
+        elif code == 0:
+            self.state, self.reason = "failed", "it ended without a result.json"
         else:
-            self.state, self.reason = "failed", _reason(code)
+            self.state = "failed"
+            self.reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
     def stop(self) -> None:
         """Ask it to save and end."""
@@ -252,12 +232,6 @@ class Child:
         with (self.run.folder / LOG).open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 200 * count))
             return log.read().decode(errors="replace").splitlines()[-count:]
-
-
-def _reason(code: int) -> str:
-    if code == 0:
-        return "it ended without a result.json"
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 
 class Signals:
@@ -400,22 +374,20 @@ def as_table(children: Sequence[Child], rows: int) -> Table:
         quiet = ("waiting", "queued", "finished")
         children = [child for child in children if child.state not in quiet][: max(rows, 1)]
     for child in children:
-        table.add_row(Text(child.run.name), Text(child.state, _STYLES.get(child.state, "")), *_cells(child))
+        progress = child.progress
+        done = "" if progress.update is None else f"{progress.update:,}"
+        if done and progress.updates is not None:
+            done = f"{done}/{progress.updates:,}"
+        left = progress.seconds_left(child.run.recipe.batch_size) if child.state == "running" else None
+        table.add_row(
+            Text(child.run.name),
+            Text(child.state, _STYLES.get(child.state, "")),
+            done,
+            "" if progress.accuracy is None else percent(progress.accuracy),
+            "" if progress.rate is None else rate(progress.rate),
+            "" if left is None else duration(left),
+        )
     return table
-
-
-def _cells(child: Child) -> tuple[str, str, str, str]:
-    progress = child.progress
-    done = "" if progress.update is None else f"{progress.update:,}"
-    if done and progress.updates is not None:
-        done = f"{done}/{progress.updates:,}"
-    left = progress.seconds_left(child.run.recipe.batch_size) if child.state == "running" else None
-    return (
-        done,
-        "" if progress.accuracy is None else percent(progress.accuracy),
-        "" if progress.rate is None else rate(progress.rate),
-        "" if left is None else duration(left),
-    )
 
 
 @dataclass(frozen=True)
