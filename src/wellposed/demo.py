@@ -312,9 +312,7 @@ def _percent(row: Row) -> dict[Hashable, float]:
 def _verdict(difference: "Estimate") -> str:
     if difference.p is None:
         return "undecided: one run" if difference.n == 1 else "undecided: no spread"
-    if difference.covers(0):
-        return "undecided: zero is inside"
-    return "higher" if difference.mean > 0 else "lower"
+    return difference.direction if difference.is_decided else "undecided: zero is inside"
 
 
 def closing(rows: Sequence[Row]) -> list[str]:

@@ -28,8 +28,8 @@ from wellposed.probes.observe import plain
 from wellposed.saving import KEY, apply, is_of_edits, lacks, saved_edits
 from wellposed.surgery import edits
 from wellposed.surgery.insertion import scales
-from wellposed.text import close_names
-from wellposed.weights import few, from_file, misfits, read_weights, renamed, share_tied, unreadable
+from wellposed.text import close_names, few
+from wellposed.weights import from_file, misfits, read_weights, renamed, share_tied, unreadable
 
 _described: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 _random: "WeakSet[nn.Module]" = WeakSet()

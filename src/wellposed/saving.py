@@ -29,7 +29,8 @@ from wellposed.probes.model_input import is_of
 from wellposed.probes.observe import plain
 from wellposed.surgery.insertion import scales
 from wellposed.surgery.record import Edits
-from wellposed.weights import WEIGHT_ENDINGS, few, misfits, read_weights, renamed
+from wellposed.text import few
+from wellposed.weights import WEIGHT_ENDINGS, misfits, read_weights, renamed
 
 KEY, CONFIG = "wellposed", "config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -111,8 +112,9 @@ def apply(
         made = surgery.edits(model)
         if not saved.are_in(made):
             raise ValueError(
-                f"the edits are of a model that is built otherwise: they touched {_few(saved.modules)} "
-                f"there and {_few([edit.module for edit in made])} here; build the model as that one."
+                f"the edits are of a model that is built otherwise: they touched "
+                f"{few(saved.modules) or 'nothing'} there and "
+                f"{few(edit.module for edit in made) or 'nothing'} here; build the model as that one."
             )
         if place is not None:
             _load_scales(model, place)
@@ -238,7 +240,3 @@ def _weights_in(place: Path) -> dict[str, Tensor]:
         f"expected the scales of CB_S in {place}, there is no {' or '.join(_WEIGHTS)}; name the file of "
         f"weights, or {place / CONFIG} to make the edits alone."
     )
-
-
-def _few(names: list[str]) -> str:
-    return few(names) or "nothing"

@@ -102,6 +102,18 @@ class Estimate:
         """Whether a value, such as the paper's, lies in the interval."""
         return self.low <= value <= self.high
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether zero lies outside of the interval; one pair of runs has none."""
+        return self.p is not None and not self.covers(0.0)
+
+    @property
+    def direction(self) -> Literal["higher", "lower", "undecided"]:
+        """Of the first side, as far as it is decided."""
+        if not self.is_decided:
+            return "undecided"
+        return "higher" if self.mean > 0 else "lower"
+
     def p_above(self, value: float) -> float:
         """One-sided, of "the true mean is at most ``value``": small if it is above."""
         return self._tail(value - self.mean)

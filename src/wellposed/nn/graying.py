@@ -77,7 +77,7 @@ class TokenGraying(Operation):
         }
 
     def extra_repr(self) -> str:
-        shown: dict[str, object] = {"eps": None if self.eps is None else float(self.eps)}
+        shown: dict[str, object] = {"eps": None if self.eps is None else float(f"{float(self.eps):.6g}")}
         shown |= {"target_kappa": self.target_kappa, "method": self.method}
         shown |= {"rescale": None if self.rescale else False, "floor": self.floor}
         shown["tolerance"] = None if self.tolerance == DEFAULT_TOLERANCE else self.tolerance

@@ -36,8 +36,10 @@ from wellposed.anatomy.masks import far_below, hidden_by
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.model import no_attention as no_attention
 from wellposed.anatomy.projections import HEAD_COUNTS
+from wellposed.anatomy.trace import without_fast_path
 from wellposed.linalg.precision import full_float32, without_autocast
 from wellposed.probes.observe import is_repeated, padding_of, removing, stream_of, tokens_of
+from wellposed.text import few
 
 See = Callable[[Block, Tensor], None]
 """Gets a block and attention probabilities (images, W, H, N, M), in at least float32."""
@@ -70,10 +72,8 @@ def watching_attention(
         raise ValueError(f"images must be at least 1, got {images}; attention is that of some image.")
     watch = AttentionWatch(see, images)
     handles: list[Any] = []
-    fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
-        with removing(handles):
-            torch.backends.mha.set_fastpath_enabled(False)
+        with without_fast_path(), removing(handles):
             for block in found:
                 if not no_attention(block):
                     enter, leave = partial(watch.enter, block), partial(watch.leave, block)
@@ -81,7 +81,6 @@ def watching_attention(
                     handles.append(block.module.register_forward_hook(leave, always_call=True))
             yield watch
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
         watch.abandon()
     if strict:
         watch.check()
@@ -169,10 +168,9 @@ class AttentionWatch(TorchFunctionMode):
         if not self.silent:
             return
         silent = list(self.silent.values())
-        more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
         raise RuntimeError(
             "expected a call of scaled_dot_product_attention, softmax or multi_head_attention_forward in "
-            f"{', '.join(block.name for block in silent[:3])}{more} "
+            f"{few((block.name for block in silent), 3)} "
             f"({', '.join(dict.fromkeys(type(block.module).__name__ for block in silent))}), found none: "
             "its attention is a kernel outside torch, or no softmax. For a transformers model, "
             'model.set_attn_implementation("sdpa") or "eager" shows it; for a class of your own whose '
@@ -203,7 +201,7 @@ class AttentionWatch(TorchFunctionMode):
                 f"({type(run.block.module).__name__}), got {tuple(maps.shape)}; put the images first."
             )
         order, run.shown = run.shown, run.shown + 1
-        padding = padding_of(run.block, _rows_of(maps.shape, run.batch))
+        padding = padding_of(run.block, torch.empty(run.batch, maps.shape[-2], 0))
         bytes_of_image = math.prod(maps.shape) // run.batch * max(maps.dtype.itemsize, 4)
         at_once = max(1, LARGEST_MAP // max(bytes_of_image, 1))
         for first in range(0, run.sampled, at_once):
@@ -260,11 +258,6 @@ def _windows_first(x: Tensor, heads_are_first: bool | None) -> Tensor:
     if heads_are_first is None:
         return x.flatten(1, 2)[:, :, None]
     return x.transpose(1, 2) if heads_are_first else x
-
-
-def _rows_of(shape: tuple[int, ...], batch: int) -> Tensor:
-    """Something with as many images and rows as the attention: (B, N, 0)."""
-    return torch.empty(batch, shape[-2], 0)
 
 
 class _Maps(NamedTuple):

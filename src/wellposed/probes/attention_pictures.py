@@ -24,8 +24,8 @@ from wellposed.probes.attention_maps import no_attention, watching_attention
 from wellposed.probes.density import ABSOLUTE_ERROR
 from wellposed.probes.images import first_image
 from wellposed.probes.observe import plain
-from wellposed.probes.passes import Probe, forward_passes
-from wellposed.records import Record, dtype_name
+from wellposed.probes.passes import Probe, forward_passes, place_of
+from wellposed.records import Record, dtype_name, not_measured
 
 MOST_PREFIX = 5
 """Tokens that may come before those of the patches, a class token and four registers, where the model does
@@ -99,7 +99,7 @@ class _Pictures:
     def records(self) -> list[Record]:
         out = []
         for block in self.found:
-            where: dict[str, Any] = {"block": block.index, "module": block.name, "position": "attention"}
+            where = place_of(block, "attention")
             if block.index in self.wanted and block.index in self._maps:
                 heads = self._maps[block.index]
                 made = where | self._made[block.index]
@@ -108,9 +108,7 @@ class _Pictures:
                     out.append(self._record("attention picture", p, head=head, **made))
             elif block.index in self.wanted:
                 why = no_attention(block) or self._reasons.get(block.index, "it showed no softmax attention")
-                out.append(
-                    Record(measure="attention picture", value=None, status="not measured", note=why, **where)
-                )
+                out.append(not_measured("attention picture", why, **where))
         if maps := [self._maps[index] for index in sorted(self._maps)]:
             alike = [p for p in maps if p.shape[-1] == maps[0].shape[-1]]
             note = f"through {len(alike)} of {len(self.found)} blocks"

@@ -26,8 +26,8 @@ from wellposed.errors import NoMeaningError
 from wellposed.probes.attention_maps import Source, no_attention, watching_attention
 from wellposed.probes.images import image_batches
 from wellposed.probes.observe import plain
-from wellposed.probes.passes import Probe, Sample, forward_passes, span, summarize
-from wellposed.records import Record, dtype_name
+from wellposed.probes.passes import Probe, Sample, forward_passes, place_of, span, summarize
+from wellposed.records import Record, dtype_name, not_measured
 from wellposed.surgery.choose import choose
 
 ABSOLUTE_ERROR = 1e-5
@@ -129,16 +129,12 @@ class DensityProbe:
 
     def _records_of(self, block: Block) -> Iterator[Record]:
         attentions = self._seen[block.index]
-        where = {"block": block.index, "module": block.name, "position": "attention"}
         if not attentions:
             silent = "it showed no softmax attention" if block.index in self._watch.silent else ""
-            yield _not_measured(no_attention(block) or silent or "the model did not run it", **where)
+            reason = no_attention(block) or silent or "the model did not run it"
+            yield not_measured("entropy", reason, **place_of(block, "attention"))
         for order, density in enumerate(attentions):
-            yield from density.records(**where | ({"position": f"attention {order + 1}"} if order else {}))
-
-
-def _not_measured(reason: str, **where: Any) -> Record:
-    return Record(measure="entropy", value=None, status="not measured", note=reason, **where)
+            yield from density.records(**place_of(block, f"attention {order + 1}" if order else "attention"))
 
 
 @dataclass
@@ -178,7 +174,7 @@ class _Density:
         values = torch.cat(self.parts, dim=1).cpu()
         if self.unknown or not self.keys - {1}:
             reason = self.unknown or "one key: its weight is 1 whatever the query is"
-            yield _not_measured(reason, images=values.shape[1], **where)
+            yield not_measured("entropy", reason, images=values.shape[1], **where)
             return
         where["note"] = f"{span(self.keys)} keys"
         if self.windows != {1}:

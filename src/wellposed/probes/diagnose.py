@@ -90,7 +90,7 @@ def diagnose(
     chosen = _check_what(what)
     inner = plain(model)
     if images is None and chosen == ("weights",):
-        return _of_weights(inner, blocks, started)
+        return _diagnosis(inner, weight_spectra(inner, blocks=blocks), chosen, [], started)
     if images is None:
         others = ", ".join(name for name in chosen if name != "weights")
         raise ValueError(
@@ -98,8 +98,7 @@ def diagnose(
         )
     batches = image_batches(images, inner, batch_size=batch_size, limit=max_images, transform=transform)
     if not is_settled(inner):
-        first = next(iter(batches))
-        all_blocks(inner, example=example_of(first))
+        all_blocks(inner, example=example_of(next(iter(batches))))
     found = _blocks(inner, blocks)
     notes: list[str] = []
     asks_for_density = what not in (None, "all")
@@ -148,15 +147,29 @@ def diagnose(
         if "ntk" in chosen:
             bar.say("neural tangent kernel")
             records += ntk_spectrum(model, batches, max_images=NTK_IMAGES, groups="parts")
-    notes += [f"{sign.name}: {sign.evidence}; try: {sign.remedy}" for sign in _signs(inner, batches, records)]
-    about = _about(model, inner, records, batches.notes + notes)
-    return Diagnosis(tuple(records), about | {"what": list(chosen), "seconds": time.perf_counter() - started})
+    notes += map(str, _signs(inner, batches, records))
+    return _diagnosis(inner, records, chosen, batches.notes + notes, started)
 
 
-def _of_weights(model: nn.Module, selection: BlockSelection, started: float) -> Diagnosis:
-    records = weight_spectra(model, blocks=selection)
-    about = _about(model, model, records, [])
-    return Diagnosis(tuple(records), about | {"what": ["weights"], "seconds": time.perf_counter() - started})
+def _diagnosis(
+    model: nn.Module, records: Sequence[Record], what: Sequence[What], notes: list[str], started: float
+) -> Diagnosis:
+    parameter, made = next(model.parameters(), torch.empty(0)), edits(model)
+    about = {
+        "model": type(model).__name__,
+        "edits": [f"{edit.kind} {edit.where} {edit.module} {edit.detail}".rstrip() for edit in made],
+        "edited": [
+            {"edit": edit.kind, "where": edit.where, "module": edit.module, "detail": edit.detail}
+            for edit in made
+        ],
+        "images": max((record.images for record in records), default=0),
+        "device": parameter.device.type,
+        "torch": torch.__version__,
+        "notes": notes,
+        "what": list(what),
+        "seconds": time.perf_counter() - started,
+    }
+    return Diagnosis(tuple(records), about)
 
 
 def _signs(model: nn.Module, batches: Iterable[Batch], records: list[Record]) -> Iterator[Alarm]:
@@ -191,22 +204,6 @@ def _blocks(model: nn.Module, selection: BlockSelection) -> list[Block]:
     if not usable:
         raise refusal(chosen)
     return usable
-
-
-def _about(model: nn.Module, inner: nn.Module, records: Iterable[Record], notes: list[str]) -> dict[str, Any]:
-    parameter, made = next(model.parameters(), torch.empty(0)), edits(inner)
-    return {
-        "model": type(inner).__name__,
-        "edits": [f"{edit.kind} {edit.where} {edit.module} {edit.detail}".rstrip() for edit in made],
-        "edited": [
-            {"edit": edit.kind, "where": edit.where, "module": edit.module, "detail": edit.detail}
-            for edit in made
-        ],
-        "images": max((record.images for record in records), default=0),
-        "device": parameter.device.type,
-        "torch": torch.__version__,
-        "notes": notes,
-    }
 
 
 class _Bar:

@@ -34,8 +34,8 @@ from wellposed.probes.images import Batch, image_batches
 from wellposed.probes.named_inputs import NamedInputs, run
 from wellposed.probes.ntk_gradients import output_of
 from wellposed.probes.observe import observed, plain, preserved
-from wellposed.probes.passes import Sample, summarize
-from wellposed.records import Record, dtype_name
+from wellposed.probes.passes import Sample, place_of, summarize
+from wellposed.records import Record, Status, dtype_name, not_measured
 
 
 def weight_spectra(model: nn.Module, *, blocks: BlockSelection = None, example: Any = None) -> list[Record]:
@@ -80,19 +80,18 @@ def _weights(block: Block, projections: list[ProjectionLayer] | str) -> Iterator
 
 
 def _records(block: Block, position: str, weight: Tensor) -> Iterator[Record]:
-    where = {"block": block.index, "module": block.name, "position": position}
-    made = {"dtype": dtype_name(weight.dtype), "note": f"{weight.shape[0]} x {weight.shape[1]}"}
+    where = place_of(block, position, dtype=dtype_name(weight.dtype))
+    size = f"{weight.shape[0]} x {weight.shape[1]}"
     values = singular_values(weight[None])
     kappa, at_least = condition_number(weight[None], singular_values=values)
     if not values.isfinite().all():
-        made["note"] += "; it has values that are not finite"
         for measure in ("weight kappa", "weight stable rank"):
-            yield Record(measure=measure, value=None, status="not measured", **where, **made)  # type: ignore[arg-type]
+            yield not_measured(measure, f"{size}; it has values that are not finite", **where)
         return
-    made |= {"estimator": estimator(weight[None]), "tolerance": tolerance(weight[None])}  # type: ignore[dict-item]
-    status = "at least" if at_least.item() else "ok"
-    yield Record(measure="weight kappa", value=kappa.item(), status=status, **where, **made)  # type: ignore[arg-type]
-    yield Record(measure="weight stable rank", value=stable_rank(values).item(), **where, **made)  # type: ignore[arg-type]
+    where |= {"note": size, "estimator": estimator(weight[None]), "tolerance": tolerance(weight[None])}
+    status: Status = "at least" if at_least.item() else "ok"
+    yield Record(measure="weight kappa", value=kappa.item(), status=status, **where)
+    yield Record(measure="weight stable rank", value=stable_rank(values).item(), **where)
 
 
 IMAGES = 4

@@ -84,6 +84,11 @@ def summarize(measure: str, sample: Sample, *, note: str = "", **where: Any) -> 
     return Record(value=middle, low=low, high=high, status="at least" if is_bound else "ok", **fields)
 
 
+def place_of(block: Block, position: str, **more: Any) -> dict[str, Any]:
+    """Fields of a record: where it was measured."""
+    return {"block": block.index, "module": block.name, "position": position, **more}
+
+
 def span(values: Iterable[int]) -> str:
     """The smallest and the largest, or the one that all are.
 

@@ -28,6 +28,7 @@ from wellposed.anatomy.projections import OUTPUTS, PROJECTIONS, head_count
 from wellposed.anatomy.rows import to_tokens
 from wellposed.linalg.precision import in_float64
 from wellposed.probes.observe import layout_of
+from wellposed.text import few
 
 Input = Literal["q", "k", "v", "ffn", "convolution"]
 SeeInput = Callable[[Block, Input, Tensor], None]
@@ -343,8 +344,7 @@ def _patterns() -> str:
 
 def _unknown(name: str, module: nn.Module, wanted: str) -> ValueError:
     def those(is_one: Callable[[nn.Module], bool]) -> str:
-        paths = [path for path, child in module.named_modules() if path and is_one(child)]
-        return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+        return few(path for path, child in module.named_modules() if path and is_one(child))
 
     found = "no linear layer"
     if linears := those(lambda child: _layer(child) is not None):

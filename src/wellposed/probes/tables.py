@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wellposed.linalg import KAPPA_LIMIT
-from wellposed.records import BOUNDED, VERDICTS, Record, short
+from wellposed.records import BOUNDED, VERDICTS, Record, of_outputs, short
 from wellposed.text import aligned
 
 _IN_GRIDS = {
@@ -49,21 +49,25 @@ WIDTH = 80
 """Columns of a terminal, which captions keep to."""
 
 
+Pair = tuple[Record, Record]
+
+
 @dataclass(frozen=True)
 class Table:
     """Titles, rows of cells, and a heat from 0 (good) to 1 (bad) for those cells that have one."""
 
     caption: str
     titles: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    heat: tuple[tuple[float | None, ...], ...]
+    rows: Sequence[tuple[str, ...]]
+    heat: Sequence[tuple[float | None, ...]] = ()
 
 
 def block_table(records: Sequence[Record]) -> Table:
     """One row a block: kappa at its positions, and the entropy of its attention. The worst block first."""
     kappas = {(r.block, r.position): r for r in records if r.measure == "kappa" and r.head is None}
     entropies = {r.block: r for r in records if r.measure == "entropy" and r.head is None}
-    positions = _shown_positions(kappas)
+    # A skip carries what came before it.
+    positions = [each for each in dict.fromkeys(where for _, where in kappas) if not each.endswith(".skip")]
     names = {r.block: r.module for r in (*kappas.values(), *entropies.values())}
     worst_first = sorted(names, key=lambda block: _badness(block, kappas), reverse=True)
     rows, heat = [], []
@@ -71,7 +75,7 @@ def block_table(records: Sequence[Record]) -> Table:
         cells = [kappas.get((block, position)) for position in positions]
         density = [_four_digits(entropies.get(block))] if entropies else []
         rows.append((str(block), names[block], *map(_text, cells), *density))
-        heat.append((None, None, *(None if r is None else _heat(r) for r in cells), *(None for _ in density)))
+        heat.append((None, None, *map(_heat, cells), *(None for _ in density)))
     titles = (*_BLOCK, *(f"kappa {position}" for position in positions))
     titles += ("entropy",) if entropies else ()
     said = []
@@ -84,22 +88,21 @@ def block_table(records: Sequence[Record]) -> Table:
         said.append("≥ is a lower bound: float32 resolves no more")
     if sum(_is_ranked_by_a_bound(block, kappas) for block in names) > 1:
         said.append("blocks ranked by a bound have no order among them")
-    return Table("; ".join(said), titles, tuple(rows), tuple(heat))
+    return Table("; ".join(said), titles, rows, heat)
 
 
 def token_table(records: Sequence[Record]) -> Table:
     """Where the tokens of the blocks' outputs are most and least alike, and most and least unequal."""
-    last = {r.block: r.position for r in records if r.position.endswith(".sum")}
     rows = []
     for measure in ("outlier tokens", "mean share"):
-        found = [r for r in records if r.measure == measure and r.position == last.get(r.block)]
-        told = sorted((r for r in found if r.value is not None), key=lambda r: r.value or 0.0)
-        if told:
-            ends = (told[0], told[-1])
+        found = [r for r in of_outputs(records) if r.measure == measure and r.value is not None]
+        if found:
+            found.sort(key=lambda r: r.value or 0.0)
+            ends = (found[0], found[-1])
             rows.append((measure, *(cell for r in ends for cell in (r.text(), str(r.block)))))
     titles = ("tokens of the outputs", "least", "in block", "most", "in block")
     caption = "outlier tokens: the longest over the median one; mean share: of the square norm, the mean's"
-    return Table(caption, titles, tuple(rows), tuple((None,) * len(titles) for _ in rows))
+    return Table(caption, titles, rows)
 
 
 def grid_tables(records: Sequence[Record]) -> list[Table]:
@@ -116,18 +119,16 @@ def grid_tables(records: Sequence[Record]) -> list[Table]:
             for block, name in names.items()
         ]
         titles = (*_BLOCK, *(position or measure for position in positions))
-        heat = tuple((None,) * len(titles) for _ in rows)
-        tables.append(Table(f"{measure}: {words}", titles, tuple(rows), heat))
+        tables.append(Table(f"{measure}: {words}", titles, rows))
     return tables
 
 
 def rest_table(records: Sequence[Record]) -> Table:
     """What the other tables do not hold: Jacobian and NTK."""
-    elsewhere = (*_IN_BLOCK_TABLE, *_NOT_SHOWN)
-    shown = [r for r in records if r.measure not in elsewhere and not _is_bounded(r) and r.head is None]
-    rows = tuple((r.measure, _place(r), r.text(), _bar(r), r.note) for r in shown)
-    titles = ("measure", "where", "value", "error bar", "note")
-    return Table("", titles, rows, tuple((None,) * len(titles) for _ in rows))
+    elsewhere = (*_IN_BLOCK_TABLE, *_NOT_SHOWN, *BOUNDED)
+    shown = [r for r in records if r.measure not in elsewhere and not r.verdicts and r.head is None]
+    rows = [(r.measure, _place(r), r.text(), _bar(r), r.note) for r in shown]
+    return Table("", ("measure", "where", "value", "error bar", "note"), rows)
 
 
 def bounds_table(records: Sequence[Record]) -> Table:
@@ -149,22 +150,18 @@ def bounds_table(records: Sequence[Record]) -> Table:
             told = (f"x{short(statistics.median(typical))}", f"x{short(min(smallest))}")
         rows.append((name, *counts, *told))
     titles = ("bound", *VERDICTS, "median margin", "smallest")
-    caption = "how many images, windows and heads; margin: bound / measured"
-    return Table(caption, titles, tuple(rows), tuple((None,) * len(titles) for _ in rows))
+    return Table("how many images, windows and heads; margin: bound / measured", titles, rows)
 
 
-def pair_table(pairs: Sequence[tuple[Record, Record]], names: tuple[str, str]) -> Table:
+def pair_table(pairs: Sequence[Pair], names: tuple[str, str]) -> Table:
     """Pairs of records, as :func:`most_changed_first` sorts them, and their ratio."""
     told = [(a, b) for a, b in pairs if a.value is not None and b.value is not None]
     rows = [(a.measure, _place(a), a.text(), b.text(), _ratio(a, b)) for a, b in told[:MOST_PAIRS]]
     titles = ("measure", "where", *names, "ratio")
-    heat = tuple((None, None, _heat(a), _heat(b), None) for a, b in told[:MOST_PAIRS])
+    heat = [(None, None, _heat(a), _heat(b), None) for a, b in told[:MOST_PAIRS]]
     left = len(told) - len(rows)
     caption = "the largest change first" + (f"; {left} more pairs in .pairs" if left else "")
-    return Table(caption, titles, tuple(rows), heat)
-
-
-Pair = tuple[Record, Record]
+    return Table(caption, titles, rows, heat)
 
 
 def most_changed_first(pairs: Sequence[Pair]) -> list[Pair]:
@@ -197,12 +194,12 @@ def as_text(table: Table) -> str:
     if not table.rows:
         return ""
     first = len(_BLOCK) if table.titles[: len(_BLOCK)] == _BLOCK else len(table.titles)
-    numbers = tuple(i for i, title in enumerate(table.titles) if i >= first or title.startswith(_NUMBERS))
+    numbers = [i for i, title in enumerate(table.titles) if i >= first or title.startswith(_NUMBERS)]
     rows, caption = table.rows, table.caption
     if "module" in table.titles:
         at = table.titles.index("module")
         shared = _shared_path([row[at] for row in rows])
-        rows = tuple((*row[:at], row[at].removeprefix(shared), *row[at + 1 :]) for row in rows)
+        rows = [(*row[:at], row[at].removeprefix(shared), *row[at + 1 :]) for row in rows]
         caption = f"modules are in {shared.removesuffix('.')}; {caption}" if shared else caption
     text = aligned([*_stacked(table.titles), *rows], right=numbers)
     return f"{text}\n{textwrap.fill(caption, WIDTH)}" if caption else text
@@ -242,9 +239,9 @@ def as_html(title: str, tables: Sequence[Table], lines: Sequence[str]) -> str:
         if not table.rows:
             continue
         head = "".join(f"<th style='text-align:left'>{html.escape(name)}</th>" for name in table.titles)
+        heat = table.heat or [(None,) * len(table.titles)] * len(table.rows)
         body = "".join(
-            "<tr>" + "".join(_cell(text, heat) for text, heat in zip(row, heats, strict=True)) + "</tr>"
-            for row, heats in zip(table.rows, table.heat, strict=True)
+            f"<tr>{''.join(map(_cell, row, heats))}</tr>" for row, heats in zip(table.rows, heat, strict=True)
         )
         parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
         parts.append(f"<p>{html.escape(table.caption)}</p>" if table.caption else "")
@@ -260,12 +257,6 @@ def _cell(text: str, heat: float | None) -> str:
     return f"<td{style}>{html.escape(text)}</td>"
 
 
-def _shown_positions(kappas: dict[tuple[int | None, str], Record]) -> list[str]:
-    """All positions, but a skip only where it is not what came before anyway."""
-    present = list(dict.fromkeys(position for _, position in kappas))
-    return [position for position in present if not position.endswith(".skip")]
-
-
 def _badness(block: int | None, kappas: dict[tuple[int | None, str], Record]) -> tuple[float, float, int]:
     logs = [r.log or 0.0 for (index, _), r in kappas.items() if index == block and r.value is not None]
     return (max(logs, default=0.0), sum(logs), -(block or 0))
@@ -276,10 +267,10 @@ def _is_ranked_by_a_bound(block: int | None, kappas: dict[tuple[int | None, str]
     return bool(own) and max(own, key=lambda r: r.log or 0.0).status == "at least"
 
 
-def _heat(record: Record) -> float | None:
-    if "kappa" not in record.measure or record.value is None:
+def _heat(record: Record | None) -> float | None:
+    if record is None or "kappa" not in record.measure or record.log is None:
         return None
-    return min(max(math.log(record.value) / math.log(KAPPA_LIMIT), 0.0), 1.0) if record.value > 0 else None
+    return min(max(record.log / math.log(KAPPA_LIMIT), 0.0), 1.0)
 
 
 def _text(record: Record | None) -> str:
@@ -289,10 +280,6 @@ def _text(record: Record | None) -> str:
 def _four_digits(record: Record | None) -> str:
     # Dense attention has an entropy near 1, and its last digits tell the blocks apart.
     return "-" if record is None or record.value is None else f"{record.value:.4f}"
-
-
-def _is_bounded(record: Record) -> bool:
-    return bool(record.verdicts) or record.measure in BOUNDED
 
 
 def _place(record: Record) -> str:

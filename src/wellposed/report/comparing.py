@@ -40,22 +40,17 @@ def accuracy(subject: Subject) -> float | None:
     return None if value is None else 100.0 * value
 
 
-def kappas(subject: Subject) -> dict[Place, Record]:
-    """Of the blocks' tokens."""
-    return {
-        (r.block, r.position): r
-        for r in subject.select("kappa")
-        if r.head is None and r.block is not None and (finite(r.value) or 0) > 0
-    }
-
-
 def by_place(subjects: Sequence[Subject]) -> dict[Place, Median]:
     """Ln kappa, the median over the runs of a variant."""
     found: dict[Place, list[Record]] = {}
     for subject in subjects:
-        for place, record in kappas(subject).items():
-            found.setdefault(place, []).append(record)
+        for record in subject.kappas():
+            found.setdefault(_place(record), []).append(record)
     return {place: median_log(records) for place, records in found.items()}
+
+
+def _place(record: Record) -> Place:
+    return record.block or 0, record.position
 
 
 def median_log(records: Sequence[Record]) -> Median:
@@ -108,7 +103,7 @@ def mean_entropy(subject: Subject) -> float | None:
 
 def leaving(subject: Subject) -> tuple[Place, Record] | None:
     """Kappa of the tokens that leave the last block; those that enter it where only these were measured."""
-    found = kappas(subject)
+    found = {_place(record): record for record in subject.kappas()}
     last = max((block for block, _ in found), default=None)
     names = [position for block, position in found if block == last]
     ends = [name for name in sorted_positions(names) if name.endswith(".sum")] or names
@@ -141,18 +136,6 @@ class Change:
     before: Median | None
     after: Median | None
     differs: bool
-
-
-def is_decided(difference: Estimate) -> bool:
-    """Whether zero lies outside of the interval; one pair of runs has none."""
-    return difference.p is not None and not difference.covers(0.0)
-
-
-def direction(difference: Estimate) -> str:
-    """In a word."""
-    if not is_decided(difference):
-        return "undecided"
-    return "higher" if difference.mean > 0 else "lower"
 
 
 def changes(material: Material) -> list[Change]:
@@ -311,7 +294,7 @@ def _row(name: str, subjects: Sequence[Subject], change: Change | None) -> dict[
     gain = change.accuracy if change else None
     if change and gain:
         cells |= {"difference": gain.mean, "low": finite(gain.low), "high": finite(gain.high)}
-        cells |= {"verdict": direction(gain), "baseline": change.baseline}
+        cells |= {"verdict": gain.direction, "baseline": change.baseline}
     if bad := worst(subjects):
         cells |= {"ln_kappa": bad.kappa.value, "bound": "lower bound" if bad.kappa.at_least else ""}
         cells["place"] = bad.where("")

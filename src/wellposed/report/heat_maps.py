@@ -155,20 +155,12 @@ class _Spectra:
 
 def _rows(subject: Subject, spectra: _Spectra) -> list[tuple[Any, ...]]:
     curves = {(r.block, r.position): r.curve for r in subject.select("spectrum") if r.curve}
-    return [
-        _row(
-            subject,
-            record,
-            spectra.add(curves[place]) if (place := (record.block, record.position)) in curves else None,
-        )
-        for record in subject.select("kappa")
-        if record.head is None and record.block is not None and (finite(record.value) or 0) > 0
-    ]
-
-
-def _row(subject: Subject, record: Record, spectrum: int | None) -> tuple[Any, ...]:
-    told = cells(record, "block module position value log status low high images estimator")
-    return subject.name, *told, subject.variant, spectrum
+    rows = []
+    for record in subject.kappas():
+        curve = curves.get((record.block, record.position))
+        told = cells(record, "block module position value log status low high images estimator")
+        rows.append((subject.name, *told, subject.variant, None if curve is None else spectra.add(curve)))
+    return rows
 
 
 DENSITY = "Density of attention"

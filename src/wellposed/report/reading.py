@@ -5,7 +5,6 @@ A file that cannot be read is named, and what lies next to it is shown all the s
 
 import dataclasses
 import json
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 from wellposed import graying_pictures
 from wellposed.environment import without_secrets
 from wellposed.files import parse_json, parse_toml, read_bytes
-from wellposed.records import AT_LEAST, Record, Status, from_dict, read_json
+from wellposed.records import Record, Status, from_dict, read_json
 from wellposed.report.charts import finite
 from wellposed.report.subjects import (
     SEED_FIELDS,
@@ -34,7 +33,7 @@ from wellposed.report.subjects import (
 )
 from wellposed.report.subjects import state as state_in_words
 from wellposed.run_records import NAME as RUN
-from wellposed.run_records import read_run, summarise
+from wellposed.run_records import of_blocks, read_run, summarise
 from wellposed.study_records import RECORDS, SUMMARY, RunRecord, claim_from_dict, sentence
 from wellposed.study_records import read as read_records
 
@@ -182,7 +181,7 @@ def read_diagnosis(path: Path) -> Subject:
 
 def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name: str = "") -> Subject:
     """The subject of a diagnosis that is at hand."""
-    model, edited = str(about.get("model", "model")), _edited(about)
+    model, (words, calls) = str(about.get("model", "model")), _edits_of(about)
     known = {
         "model": model,
         "weights": about.get("weights"),
@@ -197,8 +196,8 @@ def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name:
     return Subject(
         name=name or model,
         kind="diagnosis",
-        edits=_short_edits(edited),
-        calls=tuple((edit["edit"], edit["where"]) for edit in edited),
+        edits=words,
+        calls=calls,
         key=(model, "diagnosis"),
         records=tuple(records),
         measured_on=f"a diagnosis of {about.get('images', 'some')} images",
@@ -311,14 +310,12 @@ def _monitored(lines: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
     """The monitor's last look as records."""
     last: Mapping[str, Any] = next((line for line in reversed(lines) if line["event"] == "monitor"), {})
     found = []
-    for key, value in last.items():
-        measure, _, place = key.partition("/")
-        block, _, position = place.partition("/")
-        is_told = measure in ("kappa", "entropy") and block.isdigit() and not key.endswith(AT_LEAST)
-        if is_told and finite(value) is not None:
-            status: Status = "at least" if last.get(key + AT_LEAST) else "ok"
-            record = Record(measure=measure, value=value, block=int(block), position=position, status=status)
-            found.append(record)
+    for measure in ("kappa", "entropy"):
+        for (block, position), (value, is_bound) in of_blocks(last, measure).items():
+            if finite(value) is not None:
+                status: Status = "at least" if is_bound else "ok"
+                where: dict[str, Any] = {"block": block, "position": position, "status": status}
+                found.append(Record(measure=measure, value=value, **where))
     return tuple(found)
 
 
@@ -338,34 +335,25 @@ def _jacobians(records: Sequence[Record]) -> tuple[JacobianCurve, ...]:
     return tuple(found)
 
 
-_OF_AN_EDIT = ("edit", "where", "module", "detail")
+def _edits_of(about: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """The edits of a diagnosed model in words, those of a kind at several blocks as one, and as calls.
 
-
-def _edited(about: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The edits of a diagnosed model; versions before 0.2.0 wrote each as one text."""
-    texts = [str(edit).split(" ", 3) for edit in about.get("edits", [])]
-    edits = about.get("edited", [dict(zip(_OF_AN_EDIT, text, strict=False)) for text in texts])
-    return [{name: str(edit.get(name, "")) for name in _OF_AN_EDIT} for edit in edits]
-
-
-def _short_edits(edits: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
-    """Edits of a kind at several blocks as one."""
-    kinds: dict[str, list[Mapping[str, str]]] = {}
-    for edit in edits:
-        kinds.setdefault(f"{edit['edit']} {edit['where']}".strip(), []).append(edit)
-    return tuple(
-        _rounded(
-            " ".join(filter(None, same[0].values()))
-            if len(same) == 1
-            else f"{kind} in {len(same)} places: {same[0]['detail']}"
-        )
-        for kind, same in kinds.items()
+    Versions before 0.2.0 wrote each as a text, which is shown as it is.
+    """
+    if "edited" not in about:
+        return tuple(map(str, about.get("edits", []))), ()
+    names = ("edit", "where", "module", "detail")
+    alike: dict[tuple[str, str], list[list[str]]] = {}
+    for edit in about["edited"]:
+        fields = [str(edit.get(name, "")) for name in names]
+        alike.setdefault((fields[0], fields[1]), []).append(fields)
+    words = (
+        " ".join(filter(None, own[0]))
+        if len(own) == 1
+        else f"{' '.join(filter(None, call))} in {len(own)} places: {own[0][-1]}"
+        for call, own in alike.items()
     )
-
-
-def _rounded(text: str) -> str:
-    """Long fractions to four digits."""
-    return re.sub(r"\d*\.\d{6,}", lambda number: f"{float(number[0]):.4g}", text)
+    return tuple(words), tuple(alike)
 
 
 def _recipe(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What a report is about: runs and diagnoses in one form, whatever files they came from."""
 
+import math
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -134,6 +135,11 @@ class Subject:
 
     def select(self, measure: str) -> list[Record]:
         return [record for record in self.records if record.measure == measure]
+
+    def kappas(self) -> list[Record]:
+        """Of the blocks' tokens, those that are known."""
+        known = (r for r in self.select("kappa") if r.head is None and r.block is not None)
+        return [r for r in known if r.value is not None and 0 < r.value < math.inf]
 
     @property
     def counts(self) -> bool:

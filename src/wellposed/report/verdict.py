@@ -16,8 +16,6 @@ from wellposed.report.comparing import (
     Worst,
     by_place,
     changes,
-    direction,
-    is_decided,
     kappa_text,
     mean_entropy,
     worst,
@@ -121,7 +119,7 @@ def _accuracies(known: Sequence[Change]) -> Sentence:
     of: dict[str, list[str]] = {"lower": [], "higher": [], "undecided": []}
     estimates = [change.accuracy for change in known if change.accuracy is not None]
     for change, estimate in zip(known, estimates, strict=True):
-        of[direction(estimate)].append(change.name)
+        of[estimate.direction].append(change.name)
     if len(of["undecided"]) == len(known):
         why = "zero is inside the interval" if len(known) == 1 else "zero is inside every interval"
         if any(estimate.p is None for estimate in estimates):
@@ -283,8 +281,8 @@ def _times(log: float) -> str:
 def _cell(difference: Estimate | None, number: Callable[[float], str]) -> Sentence:
     if difference is None:
         return ("-",)
-    word = direction(difference)
-    return (Strong(word) if is_decided(difference) else word, f" {_with_interval(difference, number)}")
+    word = difference.direction
+    return (Strong(word) if difference.is_decided else word, f" {_with_interval(difference, number)}")
 
 
 def _with_interval(difference: Estimate, number: Callable[[float], str], unit: str = "") -> str:
@@ -304,9 +302,9 @@ def _kappa_cell(change: Change) -> Sentence:
         return (arrow,)
     if change.after.at_least or ratio.at_least:
         return (f"{arrow}, at least {_times(ratio.mean)} times",) if ratio.at_least else (arrow,)
-    word = {"higher": "worse", "lower": "better"}.get(direction(ratio), "undecided")
+    word = {"higher": "worse", "lower": "better"}.get(ratio.direction, "undecided")
     said = f" {arrow}, {_with_interval(ratio, _times, ' times')}"
-    return (Strong(word) if is_decided(ratio) else word, said)
+    return (Strong(word) if ratio.is_decided else word, said)
 
 
 def _next(material: Material, made: Sequence[Change]) -> list[Sentence]:
@@ -360,7 +358,7 @@ def _advice(material: Material, made: Sequence[Change]) -> Iterator[Sentence]:
             ".",
         )
     runs = [len(own) for own in material.variants().values() if own[0].kind == "run" and own[0].counts]
-    open_ones = [each for each in made if each.accuracy and not is_decided(each.accuracy)]
+    open_ones = [each for each in made if each.accuracy and not each.accuracy.is_decided]
     if runs and min(runs) < SEEDS:
         yield (
             f"Some variants have fewer than {SEEDS} seeds, and one run decides nothing: ",
