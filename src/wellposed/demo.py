@@ -175,7 +175,7 @@ def _diagnosed(runs: Sequence[Run], console: Console) -> Iterator[tuple[Run, "Di
 def diagnosed(folder: Path) -> "Diagnosis":
     """Measure the last weights of a finished run; the diagnosis goes into its folder."""
     import wellposed
-    from wellposed.diagnosing import trained_model
+    from wellposed.targets import trained_model
 
     target = trained_model(str(folder), None, weights="last", count=PROBE_IMAGES, device="cpu")
     images = len(target.images)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from wellposed.anatomy.model import Block, BlockSelection, is_settled, refusal, select
 from wellposed.anatomy.model import blocks as all_blocks
+from wellposed.probes.alarms import Alarm, alarm, signs
 from wellposed.probes.attention_maps import no_attention
 from wellposed.probes.attention_pictures import attention_pictures
 from wellposed.probes.bounds import bounds as measure_bounds
-from wellposed.probes.collapse import Alarm, alarm, signs
 from wellposed.probes.conditioning import ConditioningProbe
 from wellposed.probes.density import DensityProbe
 from wellposed.probes.diagnosis import Diagnosis

@@ -17,8 +17,8 @@ from torch import distributed as dist
 
 from wellposed.anatomy.model import Block, BlockSelection, select
 from wellposed.anatomy.model import blocks as all_blocks
+from wellposed.probes.alarms import Alarm, risen, signs
 from wellposed.probes.attention_maps import no_attention
-from wellposed.probes.collapse import Alarm, risen, signs
 from wellposed.probes.conditioning import ConditioningProbe
 from wellposed.probes.density import DensityProbe
 from wellposed.probes.images import Batch, first_images
@@ -50,8 +50,8 @@ class Monitor:
     Where the arithmetic cannot tell a kappa, its number is a lower bound, and there is ``KEY/at_least`` too,
     which is 1; :meth:`text` writes the number with its sign. What a block does not have is skipped.
 
-    A sign of a collapse (see :mod:`wellposed.probes.collapse` for their names and thresholds) is an
-    :class:`~wellposed.probes.collapse.Alarm` with the evidence and what to try. It is raised when it appears
+    A sign of a collapse (see :mod:`wellposed.probes.alarms` for their names and thresholds) is an
+    :class:`~wellposed.probes.alarms.Alarm` with the evidence and what to try. It is raised when it appears
     in a block, and again only after it was gone. ``raised`` has those of the last measurement.
 
     The model is seen as it trains: a compiled or DDP-wrapped one may be passed, nothing in it changes, and

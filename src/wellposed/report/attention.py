@@ -11,7 +11,7 @@ from PIL import Image
 
 from wellposed.records import OF_ATTENTION, Record
 from wellposed.report.charts import Budget, Chart, Missing, Section, columns
-from wellposed.report.subjects import Material
+from wellposed.report.material import Material
 
 TITLE = "What attention looks at"
 MOST = 4

@@ -22,7 +22,7 @@ from wellposed.report.charts import (
     picked,
     tips,
 )
-from wellposed.report.subjects import Material, Subject
+from wellposed.report.material import Material, Subject
 
 CONDITIONING = "Conditioning, block by block"
 MOST_PANELS = 12

@@ -24,7 +24,7 @@ from wellposed.report.charts import (
     tips,
 )
 from wellposed.report.heat_maps import MOST_PANELS, NO_HEADS
-from wellposed.report.subjects import Material, isolated
+from wellposed.report.material import Material, isolated
 
 BOUNDS = "Measured against bound"
 

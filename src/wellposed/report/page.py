@@ -19,8 +19,9 @@ from wellposed.files import write_text
 from wellposed.records import Record
 from wellposed.report.attention import attention_section
 from wellposed.report.charts import Budget, Chart, Missing, Section, pack, unpacked
-from wellposed.report.comparing import comparing_section
+from wellposed.report.folders import diagnosis_subject, read_material
 from wellposed.report.heat_maps import conditioning_section, density_section
+from wellposed.report.material import Material, with_unique_names
 from wellposed.report.measurements import (
     bounds_section,
     graying_section,
@@ -28,9 +29,8 @@ from wellposed.report.measurements import (
     provenance_section,
     rest_section,
 )
-from wellposed.report.reading import diagnosis_subject, read_material
-from wellposed.report.subjects import Material, with_unique_names
 from wellposed.report.training import training_section
+from wellposed.report.variants import variants_section
 from wellposed.report.verdict import Card, Code, Listed, Name, Sentence, Strong, Verdict, verdict
 
 LIMIT = 2_000_000
@@ -45,7 +45,7 @@ Part = Callable[[Material, Budget], Made]
 
 
 _PARTS: tuple[Part, ...] = (
-    comparing_section,
+    variants_section,
     conditioning_section,
     density_section,
     attention_section,
@@ -56,7 +56,7 @@ _PARTS: tuple[Part, ...] = (
     rest_section,
     provenance_section,
 )
-_OF_ALL_RUNS = (comparing_section, graying_section, provenance_section)
+_OF_ALL_RUNS = (variants_section, graying_section, provenance_section)
 
 
 def sections(material: Material, budget: Budget) -> tuple[list[Section], list[Missing]]:

@@ -18,7 +18,7 @@ from wellposed.report.charts import (
     thin,
     tips,
 )
-from wellposed.report.subjects import Material, Subject
+from wellposed.report.material import Material, Subject
 
 TITLE = "Training"
 _LEAST = 12  # points of a line, however many lines there are

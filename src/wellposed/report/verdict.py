@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from wellposed.calls import GRAY
 from wellposed.records import short
-from wellposed.report.comparing import (
+from wellposed.report.heat_maps import sorted_positions
+from wellposed.report.material import Material, Subject
+from wellposed.report.variants import (
     Change,
     Place,
     Worst,
@@ -20,8 +22,6 @@ from wellposed.report.comparing import (
     mean_entropy,
     worst,
 )
-from wellposed.report.heat_maps import sorted_positions
-from wellposed.report.subjects import Material, Subject
 from wellposed.stats import Estimate, Median, median
 
 LARGE_KAPPA = 1e3

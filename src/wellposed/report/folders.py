@@ -17,7 +17,7 @@ from wellposed.environment import without_secrets
 from wellposed.files import parse_json, parse_toml, read_bytes
 from wellposed.records import Record, Status, from_dict, read_json
 from wellposed.report.charts import finite
-from wellposed.report.subjects import (
+from wellposed.report.material import (
     SEED_FIELDS,
     Conclusion,
     Damage,
@@ -31,7 +31,7 @@ from wellposed.report.subjects import (
     with_marks,
     with_unique_names,
 )
-from wellposed.report.subjects import state as state_in_words
+from wellposed.report.material import state as state_in_words
 from wellposed.run_records import NAME as RUN
 from wellposed.run_records import of_blocks, read_run, summarise
 from wellposed.study_records import RECORDS, SUMMARY, RunRecord, claim_from_dict, sentence

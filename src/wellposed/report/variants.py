@@ -25,7 +25,7 @@ from wellposed.report.charts import (
     tips,
 )
 from wellposed.report.heat_maps import sorted_positions
-from wellposed.report.subjects import COLLAPSED, SEED_FIELDS, Material, Subject, mark
+from wellposed.report.material import COLLAPSED, SEED_FIELDS, Material, Subject, mark
 from wellposed.stats import Estimate, Median, median, paired, paired_median, spread, unpaired
 
 TITLE = "Accuracy by variant"
@@ -238,7 +238,7 @@ _DIFFERENCE = {
 }
 
 
-def comparing_section(material: Material, budget: Budget) -> Section:
+def variants_section(material: Material, budget: Budget) -> Section:
     titles: dict[str, str] = {"name": "variant", "n": "n"}
     for key, (title, _) in _MEASURES.items():
         titles |= {key: title, f"{key}_deviation": "±"} | (_DIFFERENCE if key == "accuracy" else {})
