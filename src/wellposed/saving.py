@@ -30,11 +30,9 @@ from wellposed.probes.observe import plain
 from wellposed.surgery.insertion import scales
 from wellposed.surgery.record import Edits
 from wellposed.text import few
-from wellposed.weights import WEIGHT_ENDINGS, misfits, read_weights, renamed
+from wellposed.weights import HELD, INDEX, WEIGHT_ENDINGS, misfits, read_weights, renamed
 
 KEY, CONFIG = "wellposed", "config.json"
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-_INDEX = "model.safetensors.index.json"
 _FORM = '{"edits": [{"edit": "gray_tokens", "eps": 0.7}], "modules": ["patch_embed"]}'
 
 
@@ -230,13 +228,13 @@ def _weights_in(place: Path) -> dict[str, Tensor]:
     """The tensors of a file, or of the file or files of a folder."""
     if place.is_file():
         return read_weights(place)[0]
-    if (place / _INDEX).is_file():
-        files = sorted(set(read_object(place / _INDEX)["weight_map"].values()))
+    if (place / INDEX).is_file():
+        files = sorted(set(read_object(place / INDEX)["weight_map"].values()))
         return {name: value for file in files for name, value in read_weights(place / file)[0].items()}
-    for name in _WEIGHTS:
+    for name in HELD:
         if (place / name).is_file():
             return read_weights(place / name)[0]
     raise FileNotFoundError(
-        f"expected the scales of CB_S in {place}, there is no {' or '.join(_WEIGHTS)}; name the file of "
+        f"expected the scales of CB_S in {place}, there is no {' or '.join(HELD)}; name the file of "
         f"weights, or {place / CONFIG} to make the edits alone."
     )

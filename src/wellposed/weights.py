@@ -22,6 +22,9 @@ from wellposed.surgery.weights import WeightEdit
 from wellposed.text import few
 
 WEIGHT_ENDINGS = (".safetensors", ".pth", ".pt", ".tar", ".bin", ".ckpt")
+HELD = ("model.safetensors", "pytorch_model.bin")
+"""Names of the weights in a folder, the safe one first; large ones are in parts that :data:`INDEX` lists."""
+INDEX = "model.safetensors.index.json"
 _INSIDE = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Where checkpoints hold weights; averaged ones first, as timm takes them."""
 _PREFIXES = ("module.", "_orig_mod.")

@@ -1,7 +1,5 @@
 """What attention looks at: each block's and head's weights over an image, and rolled out."""
 
-import base64
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from wellposed.image_files import data_uri
 from wellposed.records import OF_ATTENTION, Record
 from wellposed.report.charts import Budget, Chart, Missing, Section, columns
 from wellposed.report.material import Material
@@ -49,7 +48,6 @@ def attention_section(material: Material, budget: Budget) -> Section | Missing:
             "run; measure; block; head; largest=largest weight; row=in row; column=in column; note"
         ),
         rows=tuple(rows),
-        spec=None,
         describe="The largest weight of each picture and the patch that has it.",
     )
     words = (
@@ -144,7 +142,4 @@ def _scaled(values: Array) -> Array:
 
 
 def _png(picture: Array) -> str:
-    image = Image.fromarray(picture.round().astype(np.uint8)).quantize(64)
-    file = io.BytesIO()
-    image.save(file, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return data_uri(Image.fromarray(picture.round().astype(np.uint8)).quantize(64))

@@ -38,7 +38,7 @@ class Chart:
     Args:
         columns: of the rows.
         rows: one cell a column.
-        spec: Vega-Lite without data and width; None for a table alone.
+        spec: Vega-Lite without data and width; none for a table alone.
         describe: what is to be seen, for those who do not see it.
         facet: key of the column of which each value has a panel; all panels share their scales.
         median: the column of which the median over a variant's runs is drawn, then those that make a cell.
@@ -49,8 +49,8 @@ class Chart:
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    spec: dict[str, Any] | None
     describe: str
+    spec: dict[str, Any] | None = None
     facet: str = ""
     median: tuple[str, ...] = ()
     most: tuple[str, int] = ("", 0)

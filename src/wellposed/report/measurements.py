@@ -180,7 +180,6 @@ def _without_spectra(rows: list[tuple[Any, ...]]) -> Section:
     chart = Chart(
         columns=columns("run; block; module; position=sub-block; measure; value; status; estimator"),
         rows=tuple(rows),
-        spec=None,
         describe="Extreme singular values of the Jacobians.",
         table_open=True,
     )
@@ -209,7 +208,6 @@ def rest_section(material: Material, budget: Budget) -> Section | None:
     chart = Chart(
         columns=columns("run; measure; block; position; value; status; low; high; images; estimator; note"),
         rows=tuple(rows),
-        spec=None,
         describe="Measurements that no chart shows.",
     )
     words = (
@@ -245,7 +243,6 @@ def graying_section(material: Material, budget: Budget) -> Section | Missing:
             "after_status=status after; change=largest change of a pixel"
         ),
         rows=tuple(rows),
-        spec=None,
         describe="Condition numbers of the patch matrices before and after graying.",
     )
     words = (
@@ -313,7 +310,6 @@ def provenance_section(material: Material, budget: Budget) -> Section:
     chart = Chart(
         columns=columns("run; field; value"),
         rows=tuple(rows),
-        spec=None,
         describe="What each run and diagnosis was made with.",
         table_open=True,
     )
