@@ -3,11 +3,12 @@
 A file that cannot be read is named, and what lies next to it is shown all the same.
 """
 
+import contextlib
 import dataclasses
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,15 @@ class DamagedError(ValueError):
     def __init__(self, path: Path, what: str) -> None:
         self.damage = Damage(str(path), what)
         super().__init__(str(self.damage))
+
+
+@contextlib.contextmanager
+def needed(path: Path, what: str, *errors: type[Exception]) -> Iterator[None]:
+    """What is read inside must be right: ``what`` was expected, and what comes of it, with {error} between."""
+    try:
+        yield
+    except errors as error:
+        raise DamagedError(path, what.format(error=error)) from error
 
 
 def json_object(path: Path, found: list[Damage]) -> dict[str, Any]:
@@ -169,14 +179,11 @@ def _read(path: Path) -> Found:
 
 def read_diagnosis(path: Path) -> Subject:
     """A file of ``Diagnosis.to_json``."""
-    try:
+    what = "expected a diagnosis as JSON ({error}); wellposed diagnose --out writes one."
+    with needed(path, what, ValueError, TypeError):
         records, about = read_json(path)
         name = path.parent.resolve().name if path.name == DIAGNOSIS else path.stem
         return diagnosis_subject(records, about, name)
-    except (ValueError, TypeError) as error:
-        raise DamagedError(
-            path, f"expected a diagnosis as JSON ({error}); wellposed diagnose --out writes one."
-        ) from error
 
 
 def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name: str = "") -> Subject:
@@ -210,27 +217,31 @@ def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name:
 
 def read_run_folder(folder: Path) -> Found:
     """A run, with the diagnosis that lies next to its numbers if there is one."""
-    try:
+    what = "expected the files of a run, got other values in them ({error}); it is skipped."
+    with needed(folder, what, TypeError, AttributeError, KeyError, IndexError):
         return _run_folder(folder)
-    except (TypeError, AttributeError, KeyError, IndexError) as error:
-        raise DamagedError(
-            folder, f"expected the files of a run, got other values in them ({error}); it is skipped."
-        ) from error
 
 
 def _run_folder(folder: Path) -> Found:
-    (lines, summary), recipe = _run(folder), _recipe(folder / "recipe.toml")
+    lines, path = read_run(folder), folder / "recipe.toml"
+    what = "expected the numbers of a run ({error}); without them it is skipped."
+    with needed(folder / RUN, what, TypeError, ValueError):
+        summary = summarise(lines)
+    with needed(
+        path, "expected the recipe of a run as TOML ({error}); without it the run is skipped.", ValueError
+    ):
+        recipe = parse_toml(read_bytes(path).decode()) if path.is_file() else {}
     damage = torn_lines(folder / RUN, (line["line"] for line in lines if line["event"] == "torn"))
     result = json_object(folder / "result.json", damage)
     updates = next((line["updates"] for line in lines if line.get("updates")), None)
     epochs = recipe.get("epochs")
     if updates and epochs:
         lines = [{**line, "epoch": line.get("update", 0) * epochs / updates} for line in lines]
-    records, measured_on, jacobians = _monitored(lines), _monitored_on(lines), ()
+    measured = _monitored(lines)
     try:
         if (folder / DIAGNOSIS).is_file():
             diagnosed = read_diagnosis(folder / DIAGNOSIS)
-            records, measured_on, jacobians = diagnosed.records, diagnosed.measured_on, diagnosed.jacobians  # type: ignore[assignment]
+            measured = {name: getattr(diagnosed, name) for name in ("records", "measured_on", "jacobians")}
     except DamagedError as error:
         damage.append(error.damage)
     graying = None
@@ -263,25 +274,12 @@ def _run_folder(folder: Path) -> Found:
         lines=lines,
         summary=summary,
         state=state,
-        records=records,
-        measured_on=measured_on,
-        jacobians=jacobians,
+        **measured,
         provenance=fields | environment_text(environment) | whole,
         notes=tuple(str(line["text"]) for line in lines if line["event"] == "warning" and "text" in line),
         graying=graying,
     )
     return Found([subject], [], damage)
-
-
-def _run(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The lines of a run, and its summary."""
-    lines = read_run(folder)
-    try:
-        return lines, summarise(lines)
-    except (TypeError, ValueError) as error:
-        raise DamagedError(
-            folder / RUN, f"expected the numbers of a run ({error}); without them it is skipped."
-        ) from error
 
 
 def _grouped(subjects: Sequence[Subject]) -> list[Subject]:
@@ -306,9 +304,11 @@ def _grouped(subjects: Sequence[Subject]) -> list[Subject]:
     ]
 
 
-def _monitored(lines: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
-    """The monitor's last look as records."""
-    last: Mapping[str, Any] = next((line for line in reversed(lines) if line["event"] == "monitor"), {})
+def _monitored(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The monitor's last look: fields of a subject."""
+    last = next((line for line in reversed(lines) if line["event"] == "monitor"), None)
+    if last is None:
+        return {}
     found = []
     for measure in ("kappa", "entropy"):
         for (block, position), (value, is_bound) in of_blocks(last, measure).items():
@@ -316,23 +316,20 @@ def _monitored(lines: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
                 status: Status = "at least" if is_bound else "ok"
                 where: dict[str, Any] = {"block": block, "position": position, "status": status}
                 found.append(Record(measure=measure, value=value, **where))
-    return tuple(found)
-
-
-def _monitored_on(lines: Sequence[Mapping[str, Any]]) -> str:
-    last = next((line for line in reversed(lines) if line["event"] == "monitor"), None)
-    return "" if last is None else f"the monitor's last look, at update {last.get('update')}"
+    said = f"the monitor's last look, at update {last.get('update')}"
+    return {"records": tuple(found), "measured_on": said}
 
 
 def _jacobians(records: Sequence[Record]) -> tuple[JacobianCurve, ...]:
-    found = []
-    for record in records:
-        if record.measure == "jacobian kappa" and record.curve and record.curve[0] > 0:
-            panel = f"block {record.block}, {record.position}"
-            values = tuple(value / record.curve[0] for value in record.curve)
-            curve = {"line": "", "eps": None, "image": 0, "points": len(values), "values": values}
-            found.append(JacobianCurve(panel=panel, **curve))  # type: ignore[arg-type]
-    return tuple(found)
+    return tuple(
+        JacobianCurve(
+            panel=f"block {record.block}, {record.position}",
+            points=len(record.curve),
+            values=tuple(value / record.curve[0] for value in record.curve),
+        )
+        for record in records
+        if record.measure == "jacobian kappa" and record.curve and record.curve[0] > 0
+    )
 
 
 def _edits_of(about: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
@@ -356,17 +353,6 @@ def _edits_of(about: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[tuple[st
     return tuple(words), tuple(alike)
 
 
-def _recipe(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return parse_toml(read_bytes(path).decode())
-    except ValueError as error:
-        raise DamagedError(
-            path, f"expected the recipe of a run as TOML ({error}); without it the run is skipped."
-        ) from error
-
-
 _JACOBIAN = "jacobian spectrum"
 _KNOWN = {field.name for field in fields(Record)}
 
@@ -386,7 +372,11 @@ def read_study(folder: Path) -> Found:
     several = len({run.data for run in shown}) > 1
     subjects = [_study_subject(run, summary, study, several) for run in shown]
     if ledger.measured:
-        subjects.append(_without_run(ledger.measured, summary, study))
+        measured = _measured_in(ledger.measured, summary, study, study)
+        name = f"study {study}"
+        subjects.append(
+            Subject(name=name, kind="diagnosis", key=(study,), **measured | {"measured_on": name})
+        )
     if not (summary or ledger.strange):  # a summary that cannot be read concludes nothing
         return Found(subjects, [], damage)
     return Found(subjects, [_conclusion(study, summary, ledger.strange)], damage)
@@ -412,6 +402,8 @@ def _study_subject(run: RunRecord, summary: Mapping[str, Any], study: str, sever
     ended = {**run.result, "finished": run.state == "finished"}
     state = state_in_words(ended, run.state)
     known = {"data": run.data, "seed": str(run.seed), "state": state}
+    measured = _measured_in(run.measured, summary, study, run.label)
+    measured["provenance"] |= known | {f"recipe: {key}": str(value) for key, value in recipe.items()}
     return Subject(
         name=f"{study}: {label}, seed {run.seed}",
         group=f"{study}: {label}",
@@ -424,27 +416,23 @@ def _study_subject(run: RunRecord, summary: Mapping[str, Any], study: str, sever
         lines=[event for point in run.curve for event in _events(point)],
         summary=ended,
         state=state,
-        records=_study_records(run.measured),
-        measured_on=f"study {study}, {_weights(run.measured)} weights" if run.measured else "",
-        jacobians=_study_jacobians(run.measured, run.label),
-        provenance=_study_provenance(summary, study)
-        | known
-        | {f"recipe: {key}": str(value) for key, value in recipe.items()},
-        notes=tuple(map(str, summary.get("notes", []))),
+        **measured,
     )
 
 
-def _without_run(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], study: str) -> Subject:
-    return Subject(
-        name=f"study {study}",
-        kind="diagnosis",
-        key=(study,),
-        records=_study_records(rows),
-        measured_on=f"study {study}",
-        jacobians=_study_jacobians(rows, study),
-        provenance=_study_provenance(summary, study),
-        notes=tuple(map(str, summary.get("notes", []))),
-    )
+def _measured_in(
+    rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], study: str, label: str
+) -> dict[str, Any]:
+    """Fields of a subject: what a study measured, and how."""
+    surroundings = summary.get("environments") or [{}]
+    known = {"study": study, "command": str(summary.get("command", ""))}
+    return {
+        "records": _study_records(rows),
+        "measured_on": f"study {study}, {_weights(rows)} weights" if rows else "",
+        "jacobians": _study_jacobians(rows, label),
+        "provenance": known | environment_text(surroundings[-1]),
+        "notes": tuple(map(str, summary.get("notes", []))),
+    }
 
 
 def _events(point: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -488,9 +476,3 @@ def _study_jacobians(rows: Sequence[Mapping[str, Any]], label: str) -> tuple[Jac
                 )
             )
     return tuple(found)
-
-
-def _study_provenance(summary: Mapping[str, Any], study: str) -> dict[str, str]:
-    known = {"study": study, "command": str(summary.get("command", ""))}
-    surroundings = summary.get("environments") or [{}]
-    return known | environment_text(surroundings[-1])

@@ -79,9 +79,9 @@ class JacobianCurve:
     """
 
     panel: str
-    line: str
-    eps: float | None
-    image: int
+    line: str = ""
+    eps: float | None = None
+    image: int = 0
     points: int
     values: tuple[float, ...]
 
@@ -205,10 +205,7 @@ class Material:
 
     def variants(self) -> dict[str, list[Subject]]:
         """What is summarised together."""
-        found: dict[str, list[Subject]] = {}
-        for subject in self.subjects:
-            found.setdefault(subject.variant, []).append(subject)
-        return found
+        return self._by("variant")
 
     def one_of_each(self) -> "Material":
         """Of each variant its first run, one that is finished before one that is not."""
@@ -216,9 +213,13 @@ class Material:
         return replace(self, subjects=tuple(each for each in self.subjects if each.name in chosen))
 
     def groups(self) -> dict[str, list[Subject]]:
+        """Runs of one recipe, finished or not."""
+        return self._by("group")
+
+    def _by(self, name: str) -> dict[str, list[Subject]]:
         found: dict[str, list[Subject]] = {}
         for subject in self.subjects:
-            found.setdefault(subject.group, []).append(subject)
+            found.setdefault(getattr(subject, name), []).append(subject)
         return found
 
 

@@ -6,6 +6,7 @@ Content-Security-Policy lets those scripts run that are named by their hash, and
 
 import base64
 import hashlib
+import html
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -130,12 +131,18 @@ def render(
 ) -> str:
     """The whole page, by ``assets/page.html``."""
     from jinja2 import Environment  # here, since it takes a while
+    from markupsafe import Markup
+
+    def escaped(value: Any) -> Any:
+        return (
+            Markup(html.escape(value)) if isinstance(value, str) and not isinstance(value, Markup) else value
+        )
 
     # The chart of the variants stands among the cards, all other sections are folded below.
     charts = [each for each in sections if each.id == "runs" and each.chart and each.chart.spec]
     scripts = [_asset(name) for name in (*LIBRARIES, "page.js")]
     return (
-        Environment(autoescape=True)
+        Environment(autoescape=True, finalize=escaped)
         .from_string(_asset("page.html"))
         .render(
             title=title,
