@@ -49,7 +49,7 @@ class DamagedError(ValueError):
 
 @contextlib.contextmanager
 def needed(path: Path, what: str, *errors: type[Exception]) -> Iterator[None]:
-    """What is read inside must be right: ``what`` was expected, and what comes of it, with {error} between."""
+    """What is read inside must be right; else ``what`` says in words what was expected, around {error}."""
     try:
         yield
     except errors as error:
@@ -372,11 +372,9 @@ def read_study(folder: Path) -> Found:
     several = len({run.data for run in shown}) > 1
     subjects = [_study_subject(run, summary, study, several) for run in shown]
     if ledger.measured:
-        measured = _measured_in(ledger.measured, summary, study, study)
         name = f"study {study}"
-        subjects.append(
-            Subject(name=name, kind="diagnosis", key=(study,), **measured | {"measured_on": name})
-        )
+        measured = _measured_in(ledger.measured, summary, study, study) | {"measured_on": name}
+        subjects.append(Subject(name=name, kind="diagnosis", key=(study,), **measured))
     if not (summary or ledger.strange):  # a summary that cannot be read concludes nothing
         return Found(subjects, [], damage)
     return Found(subjects, [_conclusion(study, summary, ledger.strange)], damage)
