@@ -300,8 +300,8 @@ def differences_table(rows: Sequence[Row]) -> Table | None:
     for row in rows:
         found = paired(_percent(row), _percent(plain)) if row is not plain else None
         if found is not None:
-            told = "-" if found.p is None else f"{found.low:+.1f} to {found.high:+.1f}"
-            table.add_row(row.name, f"{found.mean:+.1f}", told, _verdict(found))
+            interval = "-" if found.p is None else f"{found.low:+.1f} to {found.high:+.1f}"
+            table.add_row(row.name, f"{found.mean:+.1f}", interval, _verdict(found))
     return table
 
 

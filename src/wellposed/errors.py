@@ -1,4 +1,4 @@
-"""The errors that a caller may want to tell apart."""
+"""The errors that a caller may want to distinguish."""
 
 
 class UnknownModelError(ValueError):

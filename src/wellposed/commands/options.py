@@ -207,7 +207,7 @@ def _option(field: "dataclasses.Field[Any]", *, hidden: bool = False) -> inspect
 
 
 def _help(field: "dataclasses.Field[Any]") -> str:
-    """The field's text with its default; the option's own is None, to tell what was given."""
+    """The field's text with its default; the option's own is None, to see what was given."""
     text = str(field.metadata["help"])
     default = field.default
     if isinstance(default, tuple):

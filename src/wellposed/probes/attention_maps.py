@@ -2,7 +2,7 @@
 
 A fused kernel never holds the matrix softmax(q k^T scale + mask), so a hook cannot read it. Here the
 calls of torch's attention functions inside a block are seen by a ``TorchFunctionMode``. The model's own
-call runs as it would, and for the first few images the probabilities are made once more beside it:
+call runs as it would, and for the first few images the probabilities are computed again:
 
 - ``scaled_dot_product_attention``: recomputed from q, k and the mask, in at least float32;
 - ``softmax`` over the last axis, where attention is not fused: read;
@@ -60,7 +60,7 @@ def watching_attention(
     """Inside, every block shows ``see`` the attention of the first ``images`` images that reach it.
 
     Blocks without attention over tokens (see :func:`no_attention`) are passed over. A block with several
-    attentions shows each, in order; the watch's ``source`` tells which, and how it was made. The model's
+    attentions shows each, in order; the watch's ``source`` says which, and how it was made. The model's
     results stay as they are, bit for bit, with one exception: ``nn.MultiheadAttention`` has a fast path
     for inference that nothing can look into. It is off inside, by
     ``torch.backends.mha.set_fastpath_enabled(False)``, which moves the last digits.
@@ -103,7 +103,7 @@ class Rows(NamedTuple):
     """What the rows of the probabilities that ``see`` is looking at may see.
 
     ``keys``: how many keys each, in a shape that broadcasts to (images, W, H, N); None where that is all.
-    ``padding``: the rows that are padding (images, N), or why that cannot be told.
+    ``padding``: the rows that are padding (images, N), or why that is not known.
     """
 
     keys: Tensor | None = None
@@ -254,7 +254,7 @@ def _heads_are_first(block: Block, one: int, other: int) -> bool | None:
 
 
 def _windows_first(x: Tensor, heads_are_first: bool | None) -> Tensor:
-    """(B, W, H, ...); where heads cannot be told from windows, all are windows."""
+    """(B, W, H, ...); where heads cannot be distinguished from windows, all are windows."""
     if heads_are_first is None:
         return x.flatten(1, 2)[:, :, None]
     return x.transpose(1, 2) if heads_are_first else x

@@ -93,7 +93,7 @@ class DensityProbe:
     """Density of the attention of each block, over the first ``images`` images.
 
     A value is the mean over the windows, queries and heads of an image, its median over the images the
-    record's value. Entropy and distance from uniform are told for each head too. A block without attention
+    record's value. Entropy and distance from uniform are also those of each head. A block without attention
     over tokens, or with one key alone, has one record that says so. Where a block holds several attentions,
     the position of the second is ``attention 2``, and so on. A block whose attention cannot be seen is an
     error, or a record that says so where ``strict`` is False.

@@ -30,7 +30,7 @@ class Diagnosis:
 
     Args:
         records: everything measured.
-        about: the model, its edits, the images and what a reader should know beside.
+        about: the model, its edits, the images and notes for the reader.
     """
 
     records: tuple[Record, ...]
@@ -50,7 +50,7 @@ class Diagnosis:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader should know beside the numbers."""
+        """What a reader should know besides the numbers."""
         notes: list[str] = self.about.setdefault("notes", [])
         return notes
 

@@ -343,7 +343,7 @@ class ImageBatches:
             bad = [i for i, image in enumerate(batch.unbind(self._axis)) if not image.isfinite().all()]
             raise ValueError(
                 f"expected finite images, got NaN or infinite values in image {self.count + bad[0]} "
-                f"({batch.dtype}); mend it or leave it out."
+                f"({batch.dtype}); fix it or leave it out."
             )
         self.count += len(group)
         return batch

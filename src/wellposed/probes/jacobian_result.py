@@ -35,7 +35,7 @@ class JacobianSpectrum:
         steps: of the Golub-Kahan process; 0 where dense.
         ends: ``"largest"`` where the smallest was not waited for.
         largest, smallest: both ends, descending, with error bars.
-        rounding: what ``dtype`` cannot tell from zero.
+        rounding: below it ``dtype`` resolves nothing.
         singular_values: all of them, descending, float64; None where matrix-free.
         density: their distribution, where it was asked for.
     """

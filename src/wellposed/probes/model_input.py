@@ -19,7 +19,7 @@ Transform = Callable[[Image.Image], Tensor]
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 _HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 # The published checkpoints of these two were trained so, those of the other families with ImageNet's. The
-# defaults of transformers' processor classes do not tell: DINOv2's has the numbers of CLIP, Swin's has 0.5.
+# defaults of transformers' processor classes do not say: DINOv2's has the numbers of CLIP, Swin's has 0.5.
 _HALF_FAMILIES = ("vit", "beit")
 _LIBRARIES = ("timm", "transformers", "torchvision")
 
@@ -136,7 +136,7 @@ def _settings(model: nn.Module) -> tuple[dict[str, Any], str]:
 
 
 def _saved_processor(model: nn.Module) -> tuple[Any, str] | None:
-    """The image processor of transformers beside the checkpoint that the model is from, and its place."""
+    """The image processor of transformers saved with the checkpoint that the model is from, and its place."""
     part = next((module for module in model.modules() if is_of(module, "transformers")), None)
     place = getattr(part, "name_or_path", "")
     if not place:

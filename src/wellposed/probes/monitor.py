@@ -47,7 +47,7 @@ class Monitor:
     | `weight_kappa/<block>`, `weight_stable_rank/<block>` | the worst of its weights, with `weights=True` |
     | `alarm/<name>` | in how many blocks an alarm has just been raised |
 
-    Where the arithmetic cannot tell a kappa, its number is a lower bound, and there is ``KEY/at_least`` too,
+    Where a kappa exceeds float32 resolution, its number is a lower bound, and there is ``KEY/at_least`` too,
     which is 1; :meth:`text` writes the number with its sign. What a block does not have is skipped.
 
     A sign of a collapse (see :mod:`wellposed.probes.alarms` for their names and thresholds) is an

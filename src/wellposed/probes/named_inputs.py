@@ -34,7 +34,7 @@ MASKS = (
     "key_padding_mask",
     "padding_mask",
 )
-"""Names of inputs that tell which tokens are padding."""
+"""Names of inputs that say which tokens are padding."""
 
 CONTENTS = (
     "input_ids",

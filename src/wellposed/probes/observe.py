@@ -112,7 +112,7 @@ class Calls:
         return self._count.get(block.index, 0) > 1
 
     def padding(self, block: Block, tokens: Tensor) -> Tensor | str | None:
-        """Which of the tokens (B, N, D) of a block are padding (B, N), or why that cannot be told."""
+        """Which of the tokens (B, N, D) of a block are padding (B, N), or why that is not known."""
         found = self._of.get(block.index)
         if isinstance(found, Tensor) and found.shape != tokens.shape[:2]:
             return _unmatched(tokens.shape[1], found.shape[1])
@@ -174,7 +174,7 @@ def watching_tokens(found: list[Block], see: See) -> Iterator[None]:
     """Inside, every forward pass shows its tokens to ``see``.
 
     Positions: ``input``, and for each of the block's joins ``<role>.branch`` (what the branch adds,
-    without its skip), ``<role>.skip`` and ``<role>.sum`` (what goes on).
+    without its skip), ``<role>.skip`` and ``<role>.sum`` (what leaves the join).
     """
     handles: list[Any] = []
     with removing(handles):

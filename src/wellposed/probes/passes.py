@@ -20,7 +20,7 @@ from wellposed.records import Record
 
 
 class Probe(Protocol):
-    """Collects what it sees inside :meth:`watching` and tells it in :meth:`records`."""
+    """Collects what it sees inside :meth:`watching` and reports it in :meth:`records`."""
 
     def watching(self) -> contextlib.AbstractContextManager[None]: ...
 
@@ -32,7 +32,7 @@ def forward_passes(
 ) -> list[Record]:
     """The records of the probes that ``make_probes`` makes for the model's blocks, over all batches."""
     model = plain(model)
-    # Tensors of inference mode would not tell when they are changed in place.
+    # Tensors of inference mode would not show when they are changed in place.
     with uninterrupted(), observed(model) as found, torch.inference_mode(False), torch.no_grad():
         probes = make_probes(found)
         with contextlib.ExitStack() as watching:

@@ -194,7 +194,7 @@ def _without_fused_attention() -> Iterator[None]:
 
 
 class _Reached(Exception):  # noqa: N818
-    """Carries the tokens out of a forward that need not go on."""
+    """Carries the tokens out of a forward that need not continue."""
 
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()

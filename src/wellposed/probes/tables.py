@@ -144,22 +144,22 @@ def bounds_table(records: Sequence[Record]) -> Table:
     for name, group in groups.items():
         counts = (str(sum(counts)) for counts in zip(*(record.verdicts for record in group), strict=True))
         margins = [record.margins for record in group if record.margins]
-        told = ("-", "-")
+        shown = ("-", "-")
         if margins:
             typical, smallest = zip(*margins, strict=True)
-            told = (f"x{short(statistics.median(typical))}", f"x{short(min(smallest))}")
-        rows.append((name, *counts, *told))
+            shown = (f"x{short(statistics.median(typical))}", f"x{short(min(smallest))}")
+        rows.append((name, *counts, *shown))
     titles = ("bound", *VERDICTS, "median margin", "smallest")
     return Table("how many images, windows and heads; margin: bound / measured", titles, rows)
 
 
 def pair_table(pairs: Sequence[Pair], names: tuple[str, str]) -> Table:
     """Pairs of records, as :func:`most_changed_first` sorts them, and their ratio."""
-    told = [(a, b) for a, b in pairs if a.value is not None and b.value is not None]
-    rows = [(a.measure, _place(a), a.text(), b.text(), _ratio(a, b)) for a, b in told[:MOST_PAIRS]]
+    known = [(a, b) for a, b in pairs if a.value is not None and b.value is not None]
+    rows = [(a.measure, _place(a), a.text(), b.text(), _ratio(a, b)) for a, b in known[:MOST_PAIRS]]
     titles = ("measure", "where", *names, "ratio")
-    heat = [(None, None, _heat(a), _heat(b), None) for a, b in told[:MOST_PAIRS]]
-    left = len(told) - len(rows)
+    heat = [(None, None, _heat(a), _heat(b), None) for a, b in known[:MOST_PAIRS]]
+    left = len(known) - len(rows)
     caption = "the largest change first" + (f"; {left} more pairs in .pairs" if left else "")
     return Table(caption, titles, rows, heat)
 
@@ -278,7 +278,7 @@ def _text(record: Record | None) -> str:
 
 
 def _four_digits(record: Record | None) -> str:
-    # Dense attention has an entropy near 1, and its last digits tell the blocks apart.
+    # Dense attention has an entropy near 1, and its last digits distinguish the blocks.
     return "-" if record is None or record.value is None else f"{record.value:.4f}"
 
 

@@ -72,8 +72,8 @@ class Section:
         title: the heading.
         words: paragraphs.
         chart: None for words alone.
-        thinned: what was left out of the data, in a sentence; empty for nothing.
-        extra: data beside the rows, such as the spectra that a click opens.
+        thinned: what was skipped of the data, in a sentence; empty for nothing.
+        extra: data besides the rows, such as the spectra that a click opens.
     """
 
     id: str
@@ -109,7 +109,7 @@ class Budget:
     seeds: bool = True
 
     def smaller(self) -> "Budget":
-        """The next one; the same where nothing more can be left out."""
+        """The next one; the same where nothing more can be skipped."""
         curve = max(self.curve // 2, 8)
         heads, seeds = self.heads and self.curve > 8, self.seeds and self.heads
         return Budget(max(self.points // 2, 1), curve, heads, seeds)
@@ -122,8 +122,8 @@ def columns(text: str) -> tuple[Column, ...]:
     [('block', 'block'), ('low', 'lower quartile'), ('image_kappa', 'image kappa')]
     """
     pairs = [part.partition("=") for part in text.split("; ")]
-    told = [(key, title or key.replace("_", " ")) for key, _, title in pairs]
-    return tuple(Column(key=key, title=title.lstrip("-"), hidden=title[:1] == "-") for key, title in told)
+    titles = [(key, title or key.replace("_", " ")) for key, _, title in pairs]
+    return tuple(Column(key=key, title=title.lstrip("-"), hidden=title[:1] == "-") for key, title in titles)
 
 
 ALL = "all"
@@ -219,14 +219,14 @@ def picked(values: Sequence[float], most: int) -> list[tuple[int, float]]:
 
 def pack(values: Sequence[Any]) -> dict[str, Any]:
     """As ``values``, with ``levels`` where they are names and ``repeats`` where that is shorter."""
-    told: dict[str, Any] = {}
+    packed: dict[str, Any] = {}
     if any(isinstance(value, str) for value in values):
         levels = {value: code for code, value in enumerate(dict.fromkeys(values))}
-        told["levels"], values = list(levels), [levels[value] for value in values]
+        packed["levels"], values = list(levels), [levels[value] for value in values]
     stretches = [(value, len(list(equal))) for value, equal in itertools.groupby(values)]
     if 2 * len(stretches) < len(values):
-        return told | {"values": [value for value, _ in stretches], "repeats": [n for _, n in stretches]}
-    return told | {"values": list(values)}
+        return packed | {"values": [value for value, _ in stretches], "repeats": [n for _, n in stretches]}
+    return packed | {"values": list(values)}
 
 
 def unpacked(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

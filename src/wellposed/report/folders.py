@@ -283,7 +283,7 @@ def _run_folder(folder: Path) -> Found:
 
 
 def _grouped(subjects: Sequence[Subject]) -> list[Subject]:
-    """Runs of one recipe with several seeds get a group, named by their edits if these tell them apart."""
+    """Runs of one recipe with several seeds get a group, named by their edits if these distinguish them."""
     keys = [
         json.dumps(
             {k: v for k, v in each.recipe.items() if k not in SEED_FIELDS}, sort_keys=True, default=str

@@ -158,13 +158,13 @@ def _rows(subject: Subject, spectra: _Spectra) -> list[tuple[Any, ...]]:
     rows = []
     for record in subject.kappas():
         curve = curves.get((record.block, record.position))
-        told = cells(record, "block module position value log status low high images estimator")
-        rows.append((subject.name, *told, subject.variant, None if curve is None else spectra.add(curve)))
+        shown = cells(record, "block module position value log status low high images estimator")
+        rows.append((subject.name, *shown, subject.variant, None if curve is None else spectra.add(curve)))
     return rows
 
 
 DENSITY = "Density of attention"
-NO_HEADS = "Single heads are left out to keep the page small; report fewer runs together to see them."
+NO_HEADS = "Single heads are skipped to keep the page small; report fewer runs together to see them."
 
 
 def density_section(material: Material, budget: Budget) -> Section | Missing:

@@ -97,7 +97,7 @@ class Subject:
         seed: of a run.
         edits: in words; none for the plain model.
         calls: the same as functions, each with its place.
-        key: of what else must be equal to tell what the edits changed: model and data.
+        key: of what else must be equal to see what the edits changed: model and data.
         recipe: of a run, plain values.
         lines: of ``run.jsonl`` that count; each has ``epoch`` where it is known.
         summary: as :func:`wellposed.run_records.summarise` gives it; empty for a diagnosis.

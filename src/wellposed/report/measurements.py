@@ -50,13 +50,15 @@ def bounds_section(material: Material, budget: Budget) -> Section | Missing:
         for subject, r in bounded
     )
     counts = [sum(column) for column in zip(*(row[10:-1] for row in rows), strict=True)]
-    told = ", ".join(f"{name} {count:,} times" for name, count in zip(VERDICTS, counts, strict=True) if count)
+    totals = ", ".join(
+        f"{name} {count:,} times" for name, count in zip(VERDICTS, counts, strict=True) if count
+    )
     infinite = sum(row[6] is None for row in rows)
     words = [
         "Each point is a quantity whose condition number has an upper bound (Propositions 4.1 and 4.2 of "
         "Always Skip Attention and their kin), as a median over images. Above the diagonal the bound holds; "
         "the further above, the looser it is.",
-        f"Over images, windows and heads: {told}.",
+        f"Over images, windows and heads: {totals}.",
     ]
     if any(record.status == "at least" for _, record in bounded):
         words.append(
@@ -289,16 +291,16 @@ def provenance_section(material: Material, budget: Budget) -> Section:
     """One row for each value of a field, with those that share it."""
     subjects = material.subjects
     rows: list[tuple[Any, ...]] = []
-    told = {
+    provenance = {
         each.name: {"measured on": each.measured_on, **each.provenance}
         if each.measured_on
         else each.provenance
         for each in subjects
     }
-    fields = distinct(key for of_subject in told.values() for key in of_subject)
+    fields = distinct(key for of_subject in provenance.values() for key in of_subject)
     for field in sorted(fields, key=_rank):
         by_value: dict[str, list[str]] = {}
-        for name, of_subject in told.items():
+        for name, of_subject in provenance.items():
             if field in of_subject:
                 by_value.setdefault(of_subject[field], []).append(name)
         rows += [(_names(names, len(subjects)), field, value) for value, names in by_value.items()]

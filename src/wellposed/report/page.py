@@ -115,11 +115,11 @@ def _about(material: Material) -> str:
     runs = sum(each.kind == "run" for each in material.subjects)
     rest = len(material.subjects) - runs
     counts = [(runs, "run"), (rest, "diagnosis" if rest == 1 else "diagnose")]
-    told = [f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts if n]
+    counted = [f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts if n]
     left = len(material.unfinished)
-    told += [f"{left} not finished"] if left else []
+    counted += [f"{left} not finished"] if left else []
     variants = len(material.variants())
-    return ", ".join([*told, f"{variants} variants"] if 1 < variants < len(material.subjects) else told)
+    return ", ".join([*counted, f"{variants} variants"] if 1 < variants < len(material.subjects) else counted)
 
 
 LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-interpreter.js")
@@ -134,9 +134,8 @@ def render(
     from markupsafe import Markup
 
     def escaped(value: Any) -> Any:
-        return (
-            Markup(html.escape(value)) if isinstance(value, str) and not isinstance(value, Markup) else value
-        )
+        is_text = isinstance(value, str) and not isinstance(value, Markup)
+        return Markup(html.escape(value)) if is_text else value
 
     # The chart of the variants stands among the cards, all other sections are folded below.
     charts = [each for each in sections if each.id == "runs" and each.chart and each.chart.spec]
@@ -214,11 +213,11 @@ def _data(sections: Sequence[Section]) -> list[dict[str, Any]]:
 def _chart_data(chart: Chart) -> dict[str, Any]:
     columns = []
     for place, column in enumerate(chart.columns):
-        told: dict[str, Any] = {"key": column.key, "title": column.title}
+        packed: dict[str, Any] = {"key": column.key, "title": column.title}
         if column.hidden:
-            told["hidden"] = True
-        told |= {"log_of": column.log_of} if column.log_of else pack([row[place] for row in chart.rows])
-        columns.append(told)
+            packed["hidden"] = True
+        packed |= {"log_of": column.log_of} if column.log_of else pack([row[place] for row in chart.rows])
+        columns.append(packed)
     return {
         "columns": columns,
         "spec": chart.spec,

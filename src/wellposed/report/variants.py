@@ -316,12 +316,12 @@ def _spec(names: Sequence[str], *, has_changes: bool) -> dict[str, Any]:
     point = {"filled": True, "size": 80, "opacity": 1}
     ticks: Spec = {"axis": {"tickCount": 5}}
     x = channel("accuracy", "test accuracy, %", scale={"zero": False, "padding": 10}, **ticks)
-    told = tips("name", "n", "accuracy", "accuracy_deviation")
+    shown = tips("name", "n", "accuracy", "accuracy_deviation")
     ends = {"x": {**x, "field": "lowest"}, "x2": {"field": "highest"}}
     left = whole | {
         "layer": [
             layer("rule", ends, strokeWidth=2, style="mean"),
-            layer("point", {"x": x, "tooltip": told}, **point, style="mean"),
+            layer("point", {"x": x, "tooltip": shown}, **point, style="mean"),
         ]
     }
     if not has_changes:
@@ -331,14 +331,14 @@ def _spec(names: Sequence[str], *, has_changes: bool) -> dict[str, Any]:
     colour = {"scale": {"domain": words, "range": "verdict"}, "legend": {"symbolType": "circle"}}
     drawn = {"color": nominal("verdict", sort=words, **colour)}
     shape = nominal("verdict", sort=words, scale={"domain": words, "range": shapes}, legend=None)
-    told = tips("name", "difference", "low", "high", "verdict", "baseline")
+    shown = tips("name", "difference", "low", "high", "verdict", "baseline")
     zero = {"x": {"datum": 0, **{key: x[key] for key in ("type", "title", "scale", "axis")}}, "y": None}
     interval = {"x": {**x, "field": "low"}, "x2": {"field": "high"}, **drawn}
     right = whole | {
         "layer": [
             layer("rule", zero, style="zero", strokeDash=[3, 3], tooltip=None),
             layer("rule", interval, known("low"), strokeWidth=2),
-            layer("point", {"x": x, "shape": shape, "tooltip": told, **drawn}, known("difference"), **point),
+            layer("point", {"x": x, "shape": shape, "tooltip": shown, **drawn}, known("difference"), **point),
         ]
     }
     return {"hconcat": [left, right], "spacing": 24}

@@ -286,10 +286,10 @@ def _cell(difference: Estimate | None, number: Callable[[float], str]) -> Senten
 
 
 def _with_interval(difference: Estimate, number: Callable[[float], str], unit: str = "") -> str:
-    told = number(difference.mean) + unit
+    mean = number(difference.mean) + unit
     if difference.p is None or math.isinf(difference.low) or math.isinf(difference.high):
-        return told
-    return f"{told} [{number(difference.low)}, {number(difference.high)}]"
+        return mean
+    return f"{mean} [{number(difference.low)}, {number(difference.high)}]"
 
 
 def _kappa_cell(change: Change) -> Sentence:

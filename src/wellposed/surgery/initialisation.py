@@ -140,7 +140,7 @@ class _Attention:
             _set(each.weight, torch.cat([made[letter] for letter in each.packed]))
             layer: Any = inner(each.layer)
             _zero(layer.in_proj_bias if isinstance(layer, nn.MultiheadAttention) else layer.bias)
-            for letter in each.packed:  # beside the layer in BEiT and EVA
+            for letter in each.packed:  # apart from the layer in BEiT and EVA
                 _zero(getattr(self.owner, f"{letter}_bias", None))
         name, output = self.output
         _set(_weight(output), o)

@@ -80,7 +80,7 @@ def normalise_spectrum(
 ) -> Edits:
     """Let linear layers use gamma W / sigma_max(W), in place: against collapsing entropy of attention.
 
-    W stays a parameter under its name; ``gamma`` is one learned number a layer, u and v are buffers beside
+    W stays a parameter under its name; ``gamma`` is one learned number a layer, u and v are buffers next to
     it. Make the optimizer after this edit.
 
     Args:

@@ -1,6 +1,6 @@
 """What was changed in a model, read off the model itself, and taking it back.
 
-Nothing is kept beside the model: a copy, a pickle or a model on another device knows its own edits.
+Nothing is kept outside the model: a copy, a pickle or a model on another device knows its own edits.
 """
 
 from torch import nn

@@ -190,7 +190,7 @@ def _remedied(reason: str, block: Block) -> str:
     if is_of_library(attention):
         return reason
     called = type(attention).__name__
-    return f"{reason}; tell it with wellposed.anatomy.teach({called}, AttentionRow(...))"
+    return f"{reason}; say it with wellposed.anatomy.teach({called}, AttentionRow(...))"
 
 
 def _picked(wanted: int | list[int], of: int, name: str) -> tuple[int, ...]:
