@@ -134,6 +134,12 @@ def save_edits(model: nn.Module, path: str | os.PathLike[str]) -> Path:
 
     Returns:
         The file that was written.
+
+    >>> import tempfile, timm, wellposed as wp
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=1)
+    >>> _ = wp.gray_tokens(model, eps=0.8)
+    >>> save_edits(model, tempfile.mkdtemp()).name
+    'config.json'
     """
     path = Path(path).expanduser()
     is_folder = path.is_dir() or path.suffix not in (".json", *WEIGHT_ENDINGS)

@@ -54,6 +54,10 @@ class Alarm:
         evidence: the numbers, in words.
         remedy: what to try.
         step: of the training, None outside of one.
+
+    >>> print(alarm("dead block", (3,), "it adds nothing, or gets no gradient"))
+    dead block: it adds nothing, or gets no gradient; try: wp.initialise(model, 'timm', blocks=[3]) draws it
+    again; a larger layer scale
     """
 
     name: Name

@@ -47,6 +47,11 @@ def attention_pictures(model: nn.Module, images: object, *, blocks: BlockSelecti
         of each head; ``"attention rollout"`` of the model. Their ``curve`` has the values row by row, their
         ``shape`` is that of the grid. Blocks whose attention has no picture (windows, pooled keys, other
         tokens) are ``not measured``.
+
+    >>> import timm, torch
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    >>> [record.shape for record in attention_pictures(model, torch.randn(1, 3, 32, 32), blocks=0)][:2]
+    [(32, 32), (2, 2)]
     """
     model = plain(model)
     image = first_image(images, model)

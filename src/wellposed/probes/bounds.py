@@ -117,6 +117,16 @@ def bounds(
         images_limit: from how many images, the first ones.
         blocks: an index, a slice or several indices; None for all.
         strict: whether it is an error that no block has anything to measure.
+
+    Returns:
+        A record for each measure of the table above, block and head, with ``bound``, ``verdicts`` and
+        ``margins``; ``not measured`` with the reason where a proposition does not apply.
+
+    >>> import timm, torch
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+    >>> found = bounds(model, torch.randn(1, 3, 32, 32))
+    >>> [(r.measure, r.verdicts) for r in found if r.head is None][-1]
+    ('kappa ffn', (1, 0, 0, 0))
     """
     if images_limit < 1:
         raise ValueError(f"images_limit must be at least 1, got {images_limit}; a bound is for some tokens.")

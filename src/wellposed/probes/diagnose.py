@@ -80,6 +80,9 @@ def diagnose(
         transform: from a PIL image to the model's input; None is the model's own preprocessing.
         progress: a progress bar on the terminal, and lines where there is none; None is the bar alone.
 
+    Returns:
+        The records with what they are of: printed a table, in files as CSV, JSON and a page.
+
     >>> import timm, torch
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
     >>> diagnosis = diagnose(model, torch.randn(2, 3, 224, 224))

@@ -31,6 +31,18 @@ class Diagnosis:
     Args:
         records: everything measured.
         about: the model, its edits, the images and notes for the reader.
+
+    >>> from wellposed.records import Record
+    >>> where = {"measure": "kappa", "position": "input"}
+    >>> kappas = [Record(value=8.0, block=0, **where), Record(value=90.0, block=1, **where)]
+    >>> print(Diagnosis(tuple(kappas), {"model": "ViT"}))
+    ViT
+    <BLANKLINE>
+    block  module  input
+    1                 90
+    0                  8
+    kappa (condition number) of the tokens at each position, median over the
+    images; worst block first
     """
 
     records: tuple[Record, ...]
@@ -187,7 +199,19 @@ class Diagnosis:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Quantities that two diagnoses share, in pairs."""
+    """Quantities that two diagnoses share, in pairs.
+
+    Args:
+        pairs: a record of each, the largest change first.
+        names: of the two.
+
+    >>> from wellposed.records import Record
+    >>> before, after = (Diagnosis((Record(measure="kappa", value=value, block=0),)) for value in (8.0, 2.0))
+    >>> print(before.compare(after, ("before", "after")))
+    measure  where    before  after  ratio
+    kappa    block 0       8      2   0.25
+    the largest change first
+    """
 
     pairs: tuple[tuple[Record, Record], ...]
     names: tuple[str, str]

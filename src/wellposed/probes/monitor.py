@@ -1,11 +1,4 @@
-"""Kappa, density, norms and gradients during training, for any loop, and alarms where they collapse.
-
->>> import timm, torch
->>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
->>> monitor = Monitor(model, torch.randn(4, 3, 32, 32), every=50)
->>> sorted(monitor(0))[:2], monitor(1)
-(['entropy/0', 'entropy/mean'], {})
-"""
+"""Kappa, density, norms and gradients during training, for any loop, and alarms where they collapse."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -67,6 +60,12 @@ class Monitor:
         weights: measure the weights too.
         on_alarm: gets each alarm; None logs it as a warning of the logger ``wellposed.monitor``, once in a
             distributed run.
+
+    >>> import timm, torch
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+    >>> monitor = Monitor(model, torch.randn(4, 3, 32, 32), every=50)
+    >>> sorted(monitor(0))[:2], monitor(1)
+    (['entropy/0', 'entropy/mean'], {})
     """
 
     def __init__(

@@ -35,6 +35,9 @@ class NonFinite:
         what: a ``"weight"`` before the pass; in the forward pass the ``"output"`` of a module, or the
             ``"loss"``; in the backward pass the ``"gradient"`` by the output of a module or by a parameter.
         name: of the module or parameter; empty for the loss.
+
+    >>> print(NonFinite("output", "blocks.3.mlp"))
+    the first output that is not finite is of blocks.3.mlp
     """
 
     what: What
@@ -105,6 +108,11 @@ def first_nonfinite(
 
     Returns:
         The first one; None where all is finite.
+
+    >>> import timm, torch
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+    >>> first_nonfinite(model, torch.randn(1, 3, 32, 32)) is None
+    True
     """
     inner = plain(model)
     return first_nonfinite_of(inner, first_images(images, inner, max_images), loss)

@@ -49,6 +49,11 @@ def weight_spectra(model: nn.Module, *, blocks: BlockSelection = None, example: 
 
     Returns:
         Two records a weight; the position is the layer's path in its block.
+
+    >>> import timm
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
+    >>> [record.position for record in weight_spectra(model, blocks=1)][::2][-2:]
+    ['mlp.fc1', 'mlp.fc2']
     """
     model = plain(model)
     found = select(all_blocks(model, example), blocks)
