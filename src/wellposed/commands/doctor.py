@@ -183,12 +183,14 @@ def _devices() -> tuple[str, ...]:
 def _support() -> list[Support]:
     import torch
 
-    cuda = torch.cuda.is_available()
-    float64 = Support("float64", True, "kappa, bounds and Jacobians are measured in it where they need it")
-    if torch.backends.mps.is_available() and not cuda:
-        says = "MPS has none: tokens are measured on the CPU; graying in float32"
-        float64 = Support("float64", False, says)
-    return [float64, _compiling(cuda), _hopper(cuda), _processes(), _offline()]
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    return [_float64(mps and not cuda), _compiling(cuda), _hopper(cuda), _processes(), _offline()]
+
+
+def _float64(is_mps: bool) -> Support:
+    if is_mps:
+        return Support("float64", False, "MPS has none: tokens are measured on the CPU; graying in float32")
+    return Support("float64", True, "kappa, bounds and Jacobians are measured in it where they need it")
 
 
 def _compiling(cuda: bool) -> Support:
