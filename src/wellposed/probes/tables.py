@@ -41,8 +41,6 @@ _NOT_SHOWN = (
 )
 MOST_PAIRS = 40
 _BLOCK = ("block", "module")
-_NUMBERS = ("kappa", "entropy", "value", "least", "most", "in block")
-"""What titles of columns of numbers begin with; in a table of blocks all but the first two are."""
 TOKEN_MEASURES = ("token norm", "outlier tokens", "norm kurtosis", "mean share")
 
 WIDTH = 80
@@ -54,11 +52,22 @@ Pair = tuple[Record, Record]
 
 @dataclass(frozen=True)
 class Table:
-    """Titles, rows of cells, and a heat from 0 (good) to 1 (bad) for those cells that have one."""
+    """Rows of cells under titles.
+
+    Args:
+        caption: what they say.
+        titles: of the columns.
+        rows: one text a column.
+        right: columns of numbers, which a terminal aligns to the right.
+        lines: the titles for a terminal, where they take several lines.
+        heat: of each cell, from 0 (good) to 1 (bad), None for no colour; empty for a table without colours.
+    """
 
     caption: str
     titles: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
+    right: Sequence[int] = ()
+    lines: Sequence[tuple[str, ...]] = ()
     heat: Sequence[tuple[float | None, ...]] = ()
 
 
@@ -76,8 +85,12 @@ def block_table(records: Sequence[Record]) -> Table:
         density = [_four_digits(entropies.get(block))] if entropies else []
         rows.append((str(block), names[block], *map(_text, cells), *density))
         heat.append((None, None, *map(_heat, cells), *(None for _ in density)))
-    titles = (*_BLOCK, *(f"kappa {position}" for position in positions))
-    titles += ("entropy",) if entropies else ()
+    last = ("entropy",) if entropies else ()
+    titles = (*_BLOCK, *(f"kappa {position}" for position in positions), *last)
+    # A terminal has roles above parts, and no kappa, which is in the caption.
+    parts = [position.rpartition(".") for position in positions]
+    lines = [("", "", *(role for role, _, _ in parts), *("" for _ in last))]
+    lines += [(*_BLOCK, *(dot + part for _, dot, part in parts), *last)]
     said = []
     if kappas:
         said.append("kappa (condition number) of the tokens at each position, median over the images")
@@ -88,7 +101,8 @@ def block_table(records: Sequence[Record]) -> Table:
         said.append("≥ is a lower bound: float32 resolves no more")
     if sum(_is_ranked_by_a_bound(block, kappas) for block in names) > 1:
         said.append("blocks ranked by a bound have no order among them")
-    return Table("; ".join(said), titles, rows, heat)
+    right = range(len(_BLOCK), len(titles))
+    return Table("; ".join(said), titles, rows, right, [line for line in lines if any(line)], heat)
 
 
 def token_table(records: Sequence[Record]) -> Table:
@@ -102,7 +116,7 @@ def token_table(records: Sequence[Record]) -> Table:
             rows.append((measure, *(cell for r in ends for cell in (r.text(), str(r.block)))))
     titles = ("tokens of the outputs", "least", "in block", "most", "in block")
     caption = "outlier tokens: the longest over the median one; mean share: of the square norm, the mean's"
-    return Table(caption, titles, rows)
+    return Table(caption, titles, rows, right=range(1, len(titles)))
 
 
 def grid_tables(records: Sequence[Record]) -> list[Table]:
@@ -119,7 +133,7 @@ def grid_tables(records: Sequence[Record]) -> list[Table]:
             for block, name in names.items()
         ]
         titles = (*_BLOCK, *(position or measure for position in positions))
-        tables.append(Table(f"{measure}: {words}", titles, rows))
+        tables.append(Table(f"{measure}: {words}", titles, rows, right=range(len(_BLOCK), len(titles))))
     return tables
 
 
@@ -128,7 +142,7 @@ def rest_table(records: Sequence[Record]) -> Table:
     elsewhere = (*_IN_BLOCK_TABLE, *_NOT_SHOWN, *BOUNDED)
     shown = [r for r in records if r.measure not in elsewhere and not r.verdicts and r.head is None]
     rows = [(r.measure, _place(r), r.text(), _bar(r), r.note) for r in shown]
-    return Table("", ("measure", "where", "value", "error bar", "note"), rows)
+    return Table("", ("measure", "where", "value", "error bar", "note"), rows, right=(2,))
 
 
 def bounds_table(records: Sequence[Record]) -> Table:
@@ -161,7 +175,7 @@ def pair_table(pairs: Sequence[Pair], names: tuple[str, str]) -> Table:
     heat = [(None, None, _heat(a), _heat(b), None) for a, b in known[:MOST_PAIRS]]
     left = len(known) - len(rows)
     caption = "the largest change first" + (f"; {left} more pairs in .pairs" if left else "")
-    return Table(caption, titles, rows, heat)
+    return Table(caption, titles, rows, heat=heat)
 
 
 def most_changed_first(pairs: Sequence[Pair]) -> list[Pair]:
@@ -193,15 +207,13 @@ def as_text(table: Table) -> str:
     """The table for a terminal, in 80 columns for most models."""
     if not table.rows:
         return ""
-    first = len(_BLOCK) if table.titles[: len(_BLOCK)] == _BLOCK else len(table.titles)
-    numbers = [i for i, title in enumerate(table.titles) if i >= first or title.startswith(_NUMBERS)]
     rows, caption = table.rows, table.caption
     if "module" in table.titles:
         at = table.titles.index("module")
         shared = _shared_path([row[at] for row in rows])
         rows = [(*row[:at], row[at].removeprefix(shared), *row[at + 1 :]) for row in rows]
         caption = f"modules are in {shared.removesuffix('.')}; {caption}" if shared else caption
-    text = aligned([*_stacked(table.titles), *rows], right=numbers)
+    text = aligned([*(table.lines or [table.titles]), *rows], right=table.right)
     return f"{text}\n{textwrap.fill(caption, WIDTH)}" if caption else text
 
 
@@ -214,23 +226,6 @@ def _shared_path(names: Sequence[str]) -> str:
     parts = [name.split(".")[:-2] for name in names]
     levels = zip(*parts, strict=False)
     return "".join(f"{level[0]}." for level in itertools.takewhile(lambda level: len({*level}) == 1, levels))
-
-
-def _stacked(titles: Sequence[str]) -> list[tuple[str, ...]]:
-    """Titles of positions in two lines, without the word kappa, which the caption has.
-
-    >>> _stacked(["block", "kappa attention.sum"])
-    [('', 'attention'), ('block', '.sum')]
-    """
-    if not any(title.startswith("kappa ") for title in titles):
-        return [tuple(titles)]
-    cells = []
-    for title in titles:
-        measure, _, position = title.rpartition(" ")
-        role, dot, part = position.rpartition(".")
-        cells.append((role, dot + part) if measure == "kappa" else ("", title))
-    lines = list(zip(*cells, strict=True))
-    return [line for line in lines if any(line)]
 
 
 def as_html(title: str, tables: Sequence[Table], lines: Sequence[str]) -> str:
