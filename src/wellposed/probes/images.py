@@ -38,14 +38,11 @@ from wellposed.probes.model_input import (
     takes_images,
     takes_videos,
 )
-from wellposed.probes.named_inputs import KEYS, NamedBatches, NamedInputs, as_named
+from wellposed.probes.named_inputs import DEFAULT_LIMIT, KEYS, NamedBatches, NamedInputs, as_named
 from wellposed.probes.observe import plain, preserved
 from wellposed.text import few
 
 Batch = Tensor | NamedInputs
-
-DEFAULT_LIMIT = 32
-"""How many images are taken from a folder, a DataLoader or another iterable unless the caller says."""
 
 
 def image_batches(
@@ -81,7 +78,7 @@ def image_batches(
     if isinstance(images, Iterator):
         images = source_of(images)  # a look at its first item takes it
     if (source := _named_source(images, plain(model))) is not None:
-        return NamedBatches(source, plain(model), batch_size, limit, DEFAULT_LIMIT)
+        return NamedBatches(source, plain(model), batch_size, limit)
     return ImageBatches(images, model, batch_size, limit, transform)
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 KEYS = ("pixel_values", "image", "images", "img", "x")
 """Where the images are in a batch that is a dict; the first that it has."""
 
+DEFAULT_LIMIT = 32
+"""How many images are taken from a folder, a DataLoader or another iterable unless the caller says."""
 
 MASKS = (
     "attention_mask",
@@ -160,20 +162,16 @@ class NamedBatches:
     ``count`` is the number of texts so far, ``notes`` are sentences for a report.
     """
 
-    unreadable: tuple[()] = ()
-
-    def __init__(
-        self, source: "Source", model: nn.Module, batch_size: int, limit: int | None, default_limit: int
-    ) -> None:
+    def __init__(self, source: "Source", model: nn.Module, batch_size: int, limit: int | None) -> None:
         self.count = 0
         self._source, self._model, self._batch_size = source, model, batch_size
         self._is_default = limit is None and not source.is_chosen
-        self._limit = default_limit if self._is_default else limit
+        self._limit = DEFAULT_LIMIT if self._is_default else limit
 
     def again(self, batch_size: int, limit: int | None) -> "NamedBatches":
         """The same texts in other batches, no more of them."""
         limit = min((most for most in (limit, self._limit) if most is not None), default=None)
-        return NamedBatches(self._source, self._model, batch_size, limit, limit or 1)
+        return NamedBatches(self._source, self._model, batch_size, limit)
 
     @property
     def notes(self) -> list[str]:
