@@ -85,7 +85,7 @@ def apply(
             JSON file in which :func:`save_edits` put them, or a file of weights next to it. The scales of
             CB_S are loaded from the weights in that folder or file; from a dict or a JSON file they are where
             ``init`` puts them, until ``load_state_dict``.
-        example: an input of a model of one's own, as for the edits themselves.
+        example: an input of your own model, as for the edits themselves.
 
     Returns:
         The edits of the model.

@@ -143,7 +143,7 @@ class Diagnosis:
         save_attention(self.records, path, block=block, head=head)
 
     def save(self, folder: str | Path) -> None:
-        """``diagnosis.csv``, ``.json`` and ``.html`` in a folder, which is made if need be."""
+        """``diagnosis.csv``, ``.json`` and ``.html`` in a folder, which is made if needed."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.to_csv(folder / "diagnosis.csv")

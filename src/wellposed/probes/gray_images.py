@@ -134,7 +134,7 @@ def _kappas(images: Tensor, patch: int) -> list[tuple[float, Status]]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """One of each folder, so that they are not all of one class; no further than need be."""
+    """One of each folder, so that they are not all of one class; no further than needed."""
     if not folder.is_dir():
         raise FileNotFoundError(f"expected a folder of images, {folder} is none.")
     for place, folders, names in os.walk(folder):

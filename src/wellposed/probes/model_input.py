@@ -27,7 +27,7 @@ _LIBRARIES = ("timm", "transformers", "torchvision")
 def expected_size(model: nn.Module) -> tuple[int, int] | None:
     """The one (height, width) that a model of timm, transformers or torchvision takes.
 
-    None where it takes others too, and for a model of one's own, which may resize its images itself.
+    None where it takes others too, and for your own model, which may resize its images itself.
     """
     model = plain(model)
     if not is_of(model, *_LIBRARIES):
@@ -73,7 +73,7 @@ def takes_videos(model: nn.Module) -> bool:
 
 
 def model_transform(model: nn.Module) -> tuple[Transform, str]:
-    """How an image file becomes this model's input, and a sentence that says it.
+    """How an image file becomes this model's input, and a sentence that says how.
 
     timm: its configuration of the model, at the size that the model was built for. transformers: the image
     processor saved with the model, if it is on this disk; else the size in the configuration and the

@@ -44,7 +44,7 @@ def weight_spectra(model: nn.Module, *, blocks: BlockSelection = None, example: 
     Args:
         model: a model that :func:`wellposed.anatomy.blocks` knows; left as it was.
         blocks: an index, a slice, several indices, or None for all.
-        example: an input of a model of one's own. A run shows how its weights pack queries, keys and values;
+        example: an input of your own model. A run shows how its weights pack queries, keys and values;
             where that is not known, or is not one after another, a packed weight is measured as one.
 
     Returns:

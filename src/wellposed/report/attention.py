@@ -83,7 +83,7 @@ def overlay(record: Record, grey: Record | None) -> Array:
 
 
 def _range(record: Record) -> tuple[float, float]:
-    """The weights without and with full colour: weights that are nearly alike shall look so."""
+    """The weights without and with full colour: weights that are nearly alike should look so."""
     high = max(record.curve)
     return min(min(record.curve), high / 2), high
 

@@ -131,7 +131,7 @@ ALL = "all"
 
 
 def cells(record: Record, names: str) -> tuple[Any, ...]:
-    """Fields of a record, without what JSON has not."""
+    """Fields of a record, without what JSON cannot hold."""
     return tuple(_cell(name, getattr(record, name)) for name in names.split())
 
 

@@ -315,5 +315,5 @@ def provenance_section(material: Material, budget: Budget) -> Section:
         describe="What each run and diagnosis was made with.",
         table_open=True,
     )
-    words = ("How each number was made, as its record says it. A value that several share is shown once.",)
+    words = ("How each number was made, as its record says. A value that several share is shown once.",)
     return Section(id="provenance", title=PROVENANCE, words=words, chart=chart)

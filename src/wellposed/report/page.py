@@ -230,7 +230,7 @@ def _chart_data(chart: Chart) -> dict[str, Any]:
 
 
 def write(text: str, path: str | Path) -> None:
-    """Write a page, making its folder if need be."""
+    """Write a page, making its folder if needed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)

@@ -254,7 +254,7 @@ def _changes_card(made: Sequence[Change]) -> Card:
     baselines = list(dict.fromkeys(each.baseline for each in made))
     plain = _names(baselines) if len(baselines) <= NAMED else ["the variants without edits"]
     said: list[Sentence] = [
-        ("Compared with ", *plain, "; in brackets the interval of 95%, which one run has not.")
+        ("Compared with ", *plain, "; in brackets the interval of 95%; one run has none.")
     ]
     if any(each.ln_kappa for each in made):
         said.append(("Kappa is a median over the runs; ratios are geometric means, taken seed by seed.",))

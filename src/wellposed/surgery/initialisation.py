@@ -49,7 +49,7 @@ def initialise(
         scheme: ``"skipless"``, ``"mimetic"``, ``"torch"``, ``"timm"`` or ``"xavier"``.
         seed: of the draws; None takes them from torch's generator.
         blocks: an index, a slice, several indices, or None for every block that has such layers.
-        example: an input to run a model of one's own on, once, to find its blocks; see
+        example: an input to run your own model on, once, to find its blocks; see
             :func:`wellposed.anatomy.blocks`. Not needed for timm, transformers and torchvision.
         constants: of ``"skipless"``: alpha=2, beta=0.6, c=3 (the paper's for a ViT-B; 1.8, 1 and 3 for a
             ViT-S); of ``"mimetic"``: alpha=0.7, beta=0.7, output_alpha=0.4, output_beta=0.4.

@@ -89,7 +89,7 @@ def normalise_spectrum(
         init: where gamma starts: ``"one"``, as in the paper, for a fresh model; ``"identity"`` for one
             that is trained, which then computes what it did.
         blocks: an index, a slice, several indices, or None for every block that has such layers.
-        example: an input to run a model of one's own on, once, to find its blocks; see
+        example: an input to run your own model on, once, to find its blocks; see
             :func:`wellposed.anatomy.blocks`. Not needed for timm, transformers and torchvision.
 
     Returns:
