@@ -9,7 +9,7 @@ from PIL import Image
 
 from wellposed.image_files import data_uri
 from wellposed.records import OF_ATTENTION, Record
-from wellposed.report.charts import Budget, Chart, Missing, Section, columns
+from wellposed.report.charts import Budget, Missing, Section, table
 from wellposed.report.material import Material
 
 TITLE = "What attention looks at"
@@ -43,12 +43,10 @@ def attention_section(material: Material, budget: Budget) -> Section | Missing:
             row, column = divmod(top, record.shape[1])
             where = (record.measure, record.block, record.head)
             rows.append((subject.name, *where, max(record.curve), row, column, record.note))
-    chart = Chart(
-        columns=columns(
-            "run; measure; block; head; largest=largest weight; row=in row; column=in column; note"
-        ),
-        rows=tuple(rows),
-        describe="The largest weight of each picture and the patch that has it.",
+    chart = table(
+        "run; measure; block; head; largest=largest weight; row=in row; column=in column; note",
+        rows,
+        "The largest weight of each picture and the patch that has it.",
     )
     words = (
         "Attention's weights over the patches of one image, red where they are large; each picture has its "

@@ -126,6 +126,11 @@ def columns(text: str) -> tuple[Column, ...]:
     return tuple(Column(key=key, title=title.lstrip("-"), hidden=title[:1] == "-") for key, title in titles)
 
 
+def table(keys: str, rows: Iterable[tuple[Cell, ...]], describe: str, *, is_open: bool = False) -> Chart:
+    """Rows that nothing draws; ``keys`` as :func:`columns` takes them."""
+    return Chart(columns=columns(keys), rows=tuple(rows), describe=describe, table_open=is_open)
+
+
 ALL = "all"
 """What stands for the head of a record that is about all heads."""
 

@@ -21,6 +21,7 @@ from wellposed.report.charts import (
     layer,
     nominal,
     picked,
+    table,
     tips,
 )
 from wellposed.report.heat_maps import MOST_PANELS, NO_HEADS
@@ -179,11 +180,11 @@ def _extremes(material: Material) -> list[tuple[Any, ...]]:
 
 
 def _without_spectra(rows: list[tuple[Any, ...]]) -> Section:
-    chart = Chart(
-        columns=columns("run; block; module; position=sub-block; measure; value; status; estimator"),
-        rows=tuple(rows),
-        describe="Extreme singular values of the Jacobians.",
-        table_open=True,
+    chart = table(
+        "run; block; module; position=sub-block; measure; value; status; estimator",
+        rows,
+        "Extreme singular values of the Jacobians.",
+        is_open=True,
     )
     words = (
         "The largest and the smallest singular value of the Jacobian of a sub-block. It is too large to "
@@ -207,11 +208,8 @@ def rest_section(material: Material, budget: Budget) -> Section | None:
     ]
     if not rows:
         return None
-    chart = Chart(
-        columns=columns("run; measure; block; position; value; status; low; high; images; estimator; note"),
-        rows=tuple(rows),
-        describe="Measurements that no chart shows.",
-    )
+    keys = "run; measure; block; position; value; status; low; high; images; estimator; note"
+    chart = table(keys, rows, "Measurements that no chart shows.")
     words = (
         "Ranks, norms and mean of the tokens, spectra of weights, gradients by block, extreme singular "
         "values of Jacobians, the neural tangent kernel.",
@@ -239,13 +237,11 @@ def graying_section(material: Material, budget: Budget) -> Section | Missing:
             steps.append({"label": f"eps {step.eps:g}", "src": step.picture})
             steps.append({"label": f"difference, eps {step.eps:g}", "src": step.difference})
         pictures.append({"name": image.name, "steps": steps})
-    chart = Chart(
-        columns=columns(
-            "image; method; eps; before=kappa before; before_status=status before; after=kappa after; "
-            "after_status=status after; change=largest change of a pixel"
-        ),
-        rows=tuple(rows),
-        describe="Condition numbers of the patch matrices before and after graying.",
+    chart = table(
+        "image; method; eps; before=kappa before; before_status=status before; after=kappa after; "
+        "after_status=status after; change=largest change of a pixel",
+        rows,
+        "Condition numbers of the patch matrices before and after graying.",
     )
     words = (
         f"{_TITLES.get(shown.method, shown.method)} graying of the pixel patches ({shown.patch} x "
@@ -309,11 +305,7 @@ def provenance_section(material: Material, budget: Budget) -> Section:
         rows.append(
             (_names([each.name for each in subjects if note in each.notes], len(subjects)), "note", note)
         )
-    chart = Chart(
-        columns=columns("run; field; value"),
-        rows=tuple(rows),
-        describe="What each run and diagnosis was made with.",
-        table_open=True,
-    )
+    describe = "What each run and diagnosis was made with."
+    chart = table("run; field; value", rows, describe, is_open=True)
     words = ("How each number was made, as its record says. A value that several share is shown once.",)
     return Section(id="provenance", title=PROVENANCE, words=words, chart=chart)
