@@ -121,8 +121,7 @@ class Change:
         name, baseline: of the two variants.
         accuracy: difference in points.
         entropy: difference of its mean over the blocks.
-        ln_kappa: difference at ``place``; None where the baseline has a lower bound there.
-        place: where the tokens leave the last block.
+        ln_kappa: difference where the tokens leave the last block; None where the baseline has a lower bound.
         before, after: ln kappa there.
         differs: whether the recipes differ in more than the edits.
     """
@@ -132,7 +131,6 @@ class Change:
     accuracy: Estimate | None
     entropy: Estimate | None
     ln_kappa: Estimate | None
-    place: Place | None
     before: Median | None
     after: Median | None
     differs: bool
@@ -174,7 +172,6 @@ def _change(
         accuracy=difference(edited, plain, accuracy),
         entropy=difference(edited, plain, mean_entropy),
         ln_kappa=_kappa_difference(edited, plain) if has_kappa else None,
-        place=next(iter(places)) if has_kappa else None,
         before=before,
         after=after,
         differs=differs,
