@@ -128,8 +128,8 @@ def as_named(item: Any, model: nn.Module) -> NamedInputs | None:
     taken = {name: x for name, x in tensors.items() if name in names}
     required = [
         name
-        for name in names
-        if parameters[name].default is parameters[name].empty and name in _of_call(parameters)
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
     if any(name not in taken for name in required):
         if any(name in MASKS for name in taken):
@@ -138,10 +138,6 @@ def as_named(item: Any, model: nn.Module) -> NamedInputs | None:
     if not set(taken) - set(KEYS) - {"labels"}:
         return None
     return _prepared(taken, names, image_axis(model))
-
-
-def _of_call(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    return [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def _prepared(taken: dict[str, Any], names: list[str], axis: int = 0) -> NamedInputs:

@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from wellposed.anatomy.model import Block, BlockSelection, select
 from wellposed.anatomy.model import blocks as all_blocks
@@ -32,6 +31,7 @@ from wellposed.linalg import condition_number, singular_values, stable_rank
 from wellposed.linalg.spectrum import estimator, tolerance
 from wellposed.probes.images import Batch, image_batches
 from wellposed.probes.named_inputs import NamedInputs, run
+from wellposed.probes.nonfinite import norm_of
 from wellposed.probes.ntk_gradients import output_of
 from wellposed.probes.observe import observed, plain, preserved
 from wellposed.probes.passes import Sample, place_of, summarize
@@ -111,7 +111,7 @@ def norms_in_place(found: Sequence[Block]) -> dict[int, float]:
     """By block, the norm of the gradients that lie in its parameters; those without any are not there."""
     norms = {}
     for block in found:
-        gradients = [_whole(p.grad) for p in block.module.parameters() if p.grad is not None]
+        gradients = [p.grad for p in block.module.parameters() if p.grad is not None]
         if gradients:
             norms[block.index] = _norm(gradients)
     return norms
@@ -183,9 +183,4 @@ def in_one_direction(output: Any) -> Tensor:
 
 
 def _norm(gradients: Sequence[Tensor]) -> float:
-    norms = [float(gradient.double().norm()) for gradient in gradients]
-    return float(torch.tensor(norms, dtype=torch.float64).norm())
-
-
-def _whole(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return float(torch.tensor(list(map(norm_of, gradients)), dtype=torch.float64).norm())

@@ -131,17 +131,12 @@ def render(
 ) -> str:
     """The whole page, by ``assets/page.html``."""
     from jinja2 import Environment  # here, since it takes a while
-    from markupsafe import Markup
-
-    def escaped(value: Any) -> Any:
-        is_text = isinstance(value, str) and not isinstance(value, Markup)
-        return Markup(html.escape(value)) if is_text else value
 
     # The chart of the variants stands among the cards, all other sections are folded below.
     charts = [each for each in sections if each.id == "runs" and each.chart and each.chart.spec]
     scripts = [_asset(name) for name in (*LIBRARIES, "page.js")]
     return (
-        Environment(autoescape=True, finalize=escaped)
+        Environment(autoescape=True, finalize=_escaped)
         .from_string(_asset("page.html"))
         .render(
             title=title,
@@ -158,6 +153,19 @@ def render(
             kind_of=lambda part: type(part).__name__.lower(),
         )
     )
+
+
+class _Html(str):
+    """What the template takes as it is."""
+
+    __slots__ = ()
+
+    def __html__(self) -> str:
+        return self
+
+
+def _escaped(value: Any) -> Any:
+    return _Html(html.escape(value)) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def read_data(page: str) -> dict[str, list[dict[str, Any]]]:
