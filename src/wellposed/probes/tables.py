@@ -65,7 +65,7 @@ class Table:
 
     caption: str
     titles: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
+    rows: tuple[tuple[str, ...], ...]
     right: Sequence[int] = ()
     lines: Sequence[tuple[str, ...]] = ()
     heat: Sequence[tuple[float | None, ...]] = ()
@@ -102,7 +102,7 @@ def block_table(records: Sequence[Record]) -> Table:
     if sum(_is_ranked_by_a_bound(block, kappas) for block in names) > 1:
         said.append("blocks ranked by a bound have no order among them")
     right = range(len(_BLOCK), len(titles))
-    return Table("; ".join(said), titles, rows, right, [line for line in lines if any(line)], heat)
+    return Table("; ".join(said), titles, tuple(rows), right, [line for line in lines if any(line)], heat)
 
 
 def token_table(records: Sequence[Record]) -> Table:
@@ -116,7 +116,7 @@ def token_table(records: Sequence[Record]) -> Table:
             rows.append((measure, *(cell for r in ends for cell in (r.text(), str(r.block)))))
     titles = ("tokens of the outputs", "least", "in block", "most", "in block")
     caption = "outlier tokens: the longest over the median one; mean share: of the square norm, the mean's"
-    return Table(caption, titles, rows, right=range(1, len(titles)))
+    return Table(caption, titles, tuple(rows), right=range(1, len(titles)))
 
 
 def grid_tables(records: Sequence[Record]) -> list[Table]:
@@ -133,7 +133,9 @@ def grid_tables(records: Sequence[Record]) -> list[Table]:
             for block, name in names.items()
         ]
         titles = (*_BLOCK, *(position or measure for position in positions))
-        tables.append(Table(f"{measure}: {words}", titles, rows, right=range(len(_BLOCK), len(titles))))
+        tables.append(
+            Table(f"{measure}: {words}", titles, tuple(rows), right=range(len(_BLOCK), len(titles)))
+        )
     return tables
 
 
@@ -142,7 +144,7 @@ def rest_table(records: Sequence[Record]) -> Table:
     elsewhere = (*_IN_BLOCK_TABLE, *_NOT_SHOWN, *BOUNDED)
     shown = [r for r in records if r.measure not in elsewhere and not r.verdicts and r.head is None]
     rows = [(r.measure, _place(r), r.text(), _bar(r), r.note) for r in shown]
-    return Table("", ("measure", "where", "value", "error bar", "note"), rows, right=(2,))
+    return Table("", ("measure", "where", "value", "error bar", "note"), tuple(rows), right=(2,))
 
 
 def bounds_table(records: Sequence[Record]) -> Table:
@@ -164,7 +166,7 @@ def bounds_table(records: Sequence[Record]) -> Table:
             shown = (f"x{short(statistics.median(typical))}", f"x{short(min(smallest))}")
         rows.append((name, *counts, *shown))
     titles = ("bound", *VERDICTS, "median margin", "smallest")
-    return Table("how many images, windows and heads; margin: bound / measured", titles, rows)
+    return Table("how many images, windows and heads; margin: bound / measured", titles, tuple(rows))
 
 
 def pair_table(pairs: Sequence[Pair], names: tuple[str, str]) -> Table:
@@ -175,7 +177,7 @@ def pair_table(pairs: Sequence[Pair], names: tuple[str, str]) -> Table:
     heat = [(None, None, _heat(a), _heat(b), None) for a, b in known[:MOST_PAIRS]]
     left = len(known) - len(rows)
     caption = "the largest change first" + (f"; {left} more pairs in .pairs" if left else "")
-    return Table(caption, titles, rows, heat=heat)
+    return Table(caption, titles, tuple(rows), heat=heat)
 
 
 def most_changed_first(pairs: Sequence[Pair]) -> list[Pair]:
@@ -211,7 +213,7 @@ def as_text(table: Table) -> str:
     if "module" in table.titles:
         at = table.titles.index("module")
         shared = _shared_path([row[at] for row in rows])
-        rows = [(*row[:at], row[at].removeprefix(shared), *row[at + 1 :]) for row in rows]
+        rows = tuple((*row[:at], row[at].removeprefix(shared), *row[at + 1 :]) for row in rows)
         caption = f"modules are in {shared.removesuffix('.')}; {caption}" if shared else caption
     text = aligned([*(table.lines or [table.titles]), *rows], right=table.right)
     return f"{text}\n{textwrap.fill(caption, WIDTH)}" if caption else text
