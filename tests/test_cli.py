@@ -18,7 +18,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import wellposed as wp
-import wellposed.diagnosing
+import wellposed.targets
 import wellposed.train.sweep
 from wellposed.cli import app
 from wellposed.commands.app import in_flags
@@ -372,7 +372,7 @@ def test_errors_of_training_name_flags_where_there_is_no_file(tmp_path) -> None:
 @pytest.mark.parametrize("images", ["nowhere", "empty"])
 def test_images_are_looked_for_before_anything_is_downloaded(images, tmp_path, monkeypatch) -> None:
     (tmp_path / "empty").mkdir()
-    monkeypatch.setattr(wellposed.diagnosing, "build", lambda *_, **__: pytest.fail("it was built"))
+    monkeypatch.setattr(wellposed.targets, "build", lambda *_, **__: pytest.fail("it was built"))
     result = diagnose(*MODEL, "--images", tmp_path / images, "--pretrained")
     assert result.exit_code == 1
     assert str(tmp_path / images) in result.output

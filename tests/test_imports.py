@@ -73,8 +73,55 @@ def forbidden(graph: set[tuple[str, str, str, bool]]) -> list[str]:
     ]
 
 
+def loaded_by_modules() -> dict[str, set[str]]:
+    """For each module of the package, those that importing it imports, one after the other."""
+    files = {}
+    for file in PACKAGE.rglob("*.py"):
+        name = ".".join(["wellposed", *file.relative_to(PACKAGE).with_suffix("").parts])
+        files[name.removesuffix(".__init__")] = file
+
+    def module_and_packages(name: str) -> Iterator[str]:
+        """Of ``wellposed.records.Record``: the module, and each package on the way."""
+        parts = name.split(".")
+        yield from (here for end in range(len(parts) + 1) if (here := ".".join(parts[:end])) in files)
+
+    direct = {
+        module: {
+            found
+            for name, is_late in imports(ast.parse(file.read_text(encoding="utf-8")))
+            if not is_late
+            for found in module_and_packages(name)
+        }
+        for module, file in files.items()
+    }
+    reached: dict[str, set[str]] = {}
+    for module in direct:
+        reached[module], waiting = set(), [module]
+        while waiting:
+            new = direct[waiting.pop()] - reached[module]
+            reached[module] |= new
+            waiting += new
+    return reached
+
+
 def test_imports_point_one_way() -> None:
     assert forbidden(edges(PACKAGE, "wellposed")) == []
+
+
+def test_no_room_is_reached_through_files_at_the_root() -> None:
+    """``wellposed.models`` knows the probes, so nothing that the surgery imports may import it."""
+    reached = loaded_by_modules()
+    rooms = {*ROOMS, "commands"}
+    found = [
+        f"{module} reaches {other}"
+        for module, others in sorted(reached.items())
+        if (room := room_of(module)) in ALLOWED
+        for other in sorted(others)
+        if room_of(other) in rooms.difference({room}, ALLOWED[room], *map(ALLOWED.__getitem__, ALLOWED[room]))
+    ]
+    assert found == []
+    assert "wellposed.records" in reached["wellposed.report.page"]
+    assert "wellposed.probes.observe" in reached["wellposed.models"]
 
 
 def test_the_package_imports_neither_studies_nor_benchmarks() -> None:

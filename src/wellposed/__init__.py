@@ -38,19 +38,8 @@ _HOME = {
     "apply": "saving",
     "save_edits": "saving",
     "diagnose": "probes",
-    "Edit": "surgery",
-    "Edits": "surgery",
-    "broadcast_context": "surgery",
-    "condition_weights": "surgery",
-    "edits": "surgery",
-    "fold": "surgery",
-    "gray_tokens": "surgery",
-    "initialise": "surgery",
-    "normalise_spectrum": "surgery",
-    "remove_skips": "surgery",
-    "restore": "surgery",
-    "uniform_heads": "surgery",
 }
+"""Modules of the names that are not in ``surgery``."""
 _MODULES = ("anatomy", "errors", "linalg", "models", "nn", "probes", "surgery")
 
 __all__ = [
@@ -85,8 +74,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"wellposed.{name}")
-    if name in _HOME:
-        return getattr(importlib.import_module(f"wellposed.{_HOME[name]}"), name)
+    if name in __all__:
+        return getattr(importlib.import_module(f"wellposed.{_HOME.get(name, 'surgery')}"), name)
     raise AttributeError(f"module 'wellposed' has no attribute {name!r}")
 
 

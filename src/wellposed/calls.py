@@ -41,23 +41,8 @@ CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     "remove_skips": {"which": ("attention", "ffn", "both", "mixer", "local", "parallel", "all")},
 }
 """Words that an argument can be, for errors that name the nearest."""
-PLACED_BY = {
-    GRAY: "where",
-    "broadcast_context": "where",
-    "remove_skips": "which",
-    "condition_weights": "which",
-    "normalise_spectrum": "which",
-}
+PLACED_BY = {kind: name for kind, names in ARGUMENTS.items() for name in ("where", "which") if name in names}
 """The argument that says where in a model or block; uniform heads have one place alone."""
-_BY_PLACE = {
-    GRAY: 2,
-    "broadcast_context": 1,
-    "remove_skips": 1,
-    "uniform_heads": 1,
-    "condition_weights": 1,
-    "normalise_spectrum": 1,
-}
-"""How many arguments code gives without their names."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     GRAY: {"eps": None, "method": "spectral", "where": "embedding"},
     "broadcast_context": {"where": "mlp.end"},
@@ -104,8 +89,9 @@ class EditCall:
         given = _DEFAULTS[self.kind] | self.arguments | ({} if eps is None else {"eps": eps})
         # Where scales start does not matter: weights that were trained take their place.
         names = [name for name in ARGUMENTS[self.kind] if name in given and name != "init"]
-        first = [_shown(given[name]) for name in names[: _BY_PLACE[self.kind]]]
-        rest = [f"{name}={_shown(given[name])}" for name in names[_BY_PLACE[self.kind] :]]
+        unnamed = 2 if self.kind == GRAY else 1  # so many arguments need no name to be understood
+        first = [_shown(given[name]) for name in names[:unnamed]]
+        rest = [f"{name}={_shown(given[name])}" for name in names[unnamed:]]
         return f"wp.{self.kind}({', '.join(['model', *first, *rest])})"
 
 

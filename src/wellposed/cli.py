@@ -1,6 +1,6 @@
 """The command ``wellposed``: one application, which importing the commands fills."""
 
-from wellposed.commands import doctor, elsewhere, measure, training
+from wellposed.commands import doctor, measure, reproduce, training
 from wellposed.commands.app import app
 
-__all__ = ["app", "doctor", "elsewhere", "measure", "training"]
+__all__ = ["app", "doctor", "measure", "reproduce", "training"]

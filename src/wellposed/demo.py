@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from wellposed.probes import Diagnosis
     from wellposed.probes.diagnose import What
     from wellposed.records import Record
-    from wellposed.stats import Estimate
 
 MARK, RUNS, PAGE = "demo.json", "runs", "report.html"
 EPOCHS, SEEDS = 12, 3
@@ -175,7 +174,7 @@ def _diagnosed(runs: Sequence[Run], console: Console) -> Iterator[tuple[Run, "Di
 def diagnosed(folder: Path) -> "Diagnosis":
     """Measure the last weights of a finished run; the diagnosis goes into its folder."""
     import wellposed
-    from wellposed.diagnosing import trained_model
+    from wellposed.targets import trained_model
 
     target = trained_model(str(folder), None, weights="last", count=PROBE_IMAGES, device="cpu")
     images = len(target.images)
@@ -241,8 +240,10 @@ def as_table(rows: Sequence[Row], folder: Path, epochs: int) -> Table:
     """The table; how many images there were is read from one of the runs."""
     about = _result(folder)["about"]
     n = max(len(row.accuracy) for row in rows)
-    table = Table(
-        title="A small ViT on handwritten digits: its skips, and each edit",
+    table = _table(
+        "A small ViT on handwritten digits: its skips, and each edit",
+        "model",
+        *("accuracy", "kappa into\nblock 0", "kappa of\nattention", "kappa\nof FFN", "entropy"),
         caption=(
             f"{about['train_images']:,} training and {about['test_images']} test images, {epochs} epochs, "
             f"Xavier's initialisation; {'one run' if n == 1 else f'means of {n} runs'} each. kappa is the "
@@ -250,26 +251,26 @@ def as_table(rows: Sequence[Row], folder: Path, epochs: int) -> Table:
             "best. For attention and the FFN it is that of their output, before the skip adds to it. ≥ is "
             "a lower bound: float32 resolves no more. Entropy is that of attention, 1 is uniform."
         ),
-        caption_justify="left",
     )
-    table.add_column("model", no_wrap=True)
-    for title in ("accuracy", "kappa into\nblock 0", "kappa of\nattention", "kappa\nof FFN", "entropy"):
-        table.add_column(title, justify="right")
     for row in rows:
         table.add_row(row.name, f"{row.mean:.1%}", *(record.text() for record in row.measured))
     return table
 
 
+def _table(title: str, first: str, *numbers: str, caption: str) -> Table:
+    """An empty one: a column of names, then columns of numbers."""
+    table = Table(title=title, caption=caption, caption_justify="left")
+    table.add_column(first, no_wrap=True)
+    for each in numbers:
+        table.add_column(each, justify="right")
+    return table
+
+
 def leaving_table(rows: Sequence[Row]) -> Table:
     """What the blocks do to the tokens one after the other, as powers of ten."""
-    table = Table(
-        title="log10 of kappa of the tokens that leave each block",
-        caption="Each step of 1 is ten times worse.",
-        caption_justify="left",
-    )
-    table.add_column("block", no_wrap=True)
-    for block in range(max(len(row.leaving) for row in rows)):
-        table.add_column(str(block), justify="right")
+    blocks = map(str, range(max(len(row.leaving) for row in rows)))
+    title = "log10 of kappa of the tokens that leave each block"
+    table = _table(title, "block", *blocks, caption="Each step of 1 is ten times worse.")
     for row in rows:
         table.add_row(row.name, *map(_power, row.leaving))
     return table
@@ -288,33 +289,22 @@ def differences_table(rows: Sequence[Row]) -> Table | None:
     plain = next((row for row in rows if row.name == PLAIN), None)
     if plain is None or len(rows) < 2:
         return None
-    table = Table(
-        title=f"Accuracy compared with {PLAIN}, in points",
-        caption="Differences are taken seed by seed.",
-        caption_justify="left",
-    )
-    table.add_column("model", no_wrap=True)
-    for title in ("difference", "95% interval"):
-        table.add_column(title, justify="right")
+    title, caption = f"Accuracy compared with {PLAIN}, in points", "Differences are taken seed by seed."
+    table = _table(title, "model", "difference", "95% interval", caption=caption)
     table.add_column("so accuracy is")
     for row in rows:
         found = paired(_percent(row), _percent(plain)) if row is not plain else None
         if found is not None:
-            told = "-" if found.p is None else f"{found.low:+.1f} to {found.high:+.1f}"
-            table.add_row(row.name, f"{found.mean:+.1f}", told, _verdict(found))
+            interval, why = f"{found.low:+.1f} to {found.high:+.1f}", ": zero is inside"
+            if found.p is None:
+                interval, why = "-", ": one run" if found.n == 1 else ": no spread"
+            verdict = found.direction + ("" if found.is_decided else why)
+            table.add_row(row.name, f"{found.mean:+.1f}", interval, verdict)
     return table
 
 
 def _percent(row: Row) -> dict[Hashable, float]:
     return {seed: 100 * accuracy for seed, accuracy in row.accuracy.items()}
-
-
-def _verdict(difference: "Estimate") -> str:
-    if difference.p is None:
-        return "undecided: one run" if difference.n == 1 else "undecided: no spread"
-    if difference.covers(0):
-        return "undecided: zero is inside"
-    return "higher" if difference.mean > 0 else "lower"
 
 
 def closing(rows: Sequence[Row]) -> list[str]:

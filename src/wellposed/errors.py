@@ -1,8 +1,16 @@
-"""The errors that a caller may want to tell apart."""
+"""The errors that a caller may want to distinguish."""
 
 
 class UnknownModelError(ValueError):
-    """The model holds no block class that the library knows."""
+    """No blocks were found in the model.
+
+    >>> import torch, wellposed as wp
+    >>> wp.edits(torch.nn.Linear(2, 2))
+    no edits
+    >>> wp.anatomy.blocks(torch.nn.Linear(2, 2))
+    Traceback (most recent call last):
+    wellposed.errors.UnknownModelError: ...
+    """
 
 
 class WorkerDiedError(RuntimeError):
@@ -10,7 +18,13 @@ class WorkerDiedError(RuntimeError):
 
 
 class WrappedModelError(ValueError):
-    """The model is compiled, sharded or replicated already; edits come before wrapping."""
+    """The model is compiled, sharded or replicated already; edits come before wrapping.
+
+    >>> import torch, wellposed as wp
+    >>> wp.gray_tokens(torch.nn.DataParallel(torch.nn.Linear(2, 2)))
+    Traceback (most recent call last):
+    wellposed.errors.WrappedModelError: ...
+    """
 
 
 class NoMeaningError(ValueError):

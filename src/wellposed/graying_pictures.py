@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from wellposed.files import read_object, write_text
+from wellposed.image_files import PNG
 from wellposed.records import Status
 
 NAME = "graying.json"
-PNG = "data:image/png;base64,"
 MOST_EPS = 5
 
 Made = TypeVar("Made")

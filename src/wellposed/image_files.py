@@ -4,6 +4,8 @@
 'RGB'
 """
 
+import base64
+import io
 import os
 
 import numpy as np
@@ -57,6 +59,20 @@ def require_picture(piece: Image.Image, any_depth: bool = False) -> None:
             f"the range of its values, of mode {piece.mode}, is not known; save it with 8 bits, or pass "
             "transform= where there is one"
         )
+
+
+PNG = "data:image/png;base64,"
+
+
+def data_uri(picture: Image.Image) -> str:
+    """The picture as a PNG file in a text, for a page.
+
+    >>> data_uri(Image.new("L", (1, 1))).startswith(PNG)
+    True
+    """
+    file = io.BytesIO()
+    picture.save(file, "PNG", optimize=True)
+    return PNG + base64.b64encode(file.getvalue()).decode()
 
 
 def reason(error: Exception) -> str:

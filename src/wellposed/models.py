@@ -28,8 +28,8 @@ from wellposed.probes.observe import plain
 from wellposed.saving import KEY, apply, is_of_edits, lacks, saved_edits
 from wellposed.surgery import edits
 from wellposed.surgery.insertion import scales
-from wellposed.text import close_names
-from wellposed.weights import few, from_file, misfits, read_weights, renamed, share_tied, unreadable
+from wellposed.text import close_names, few
+from wellposed.weights import HELD, INDEX, from_file, misfits, read_weights, renamed, share_tied, unreadable
 
 _described: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 _random: "WeakSet[nn.Module]" = WeakSet()
@@ -220,12 +220,10 @@ def _build_of_folder(
     """A model of timm, of a folder with a config.json; the weights that it holds are loaded."""
     folder = Path(name).expanduser()
     architecture, arguments, given = _configuration(folder)
-    held = next((folder / each for each in _HELD if (folder / each).is_file()), None)
+    held = next((folder / each for each in HELD if (folder / each).is_file()), None)
     state, words = (None, "") if held is None or file_follows else read_weights(held)
     if state is None and pretrained:
-        raise ValueError(
-            f"expected {' or '.join(_HELD)} in {folder}, there is neither; leave pretrained out."
-        )
+        raise ValueError(f"expected {' or '.join(HELD)} in {folder}, there is neither; leave pretrained out.")
     facts = {key: given[key] for key in _FACTS if key in given}
     edited = saved_edits(folder)
     if edited is not None and state is not None:
@@ -247,9 +245,6 @@ def _build_of_folder(
     if edited is not None:
         apply(model, folder / "config.json" if state is None else folder)
     return model, "" if held is None or state is None else from_file(held, words)
-
-
-_HELD = ("model.safetensors", "pytorch_model.bin")
 
 
 def _configuration(folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -297,11 +292,11 @@ def _build_of_hub(
         folder = _fetched(name, "config.json").parent
         if pretrained:
             try:
-                _fetched(name, _HELD[0])
+                _fetched(name, HELD[0])
             except LocalEntryNotFoundError:
                 raise  # no network
             except EntryNotFoundError:
-                _fetched(name, _HELD[1])
+                _fetched(name, HELD[1])
     except Exception as error:  # of the hub, of the network, of a name that is none
         raise _not_fetched(f"timm's model {name}", error, "local-dir:FOLDER") from error
     model, words = _build_of_folder(str(folder), pretrained, file_follows or not pretrained, options)
@@ -383,12 +378,12 @@ def _build_transformers(
 
 def _pickled_in(folder: Path) -> Path | None:
     """The weights that a folder of transformers holds as a pickle alone."""
-    pickled = folder / "pytorch_model.bin"
+    pickled = folder / HELD[1]
     return pickled if pickled.is_file() and not _safetensors_in(folder) else None
 
 
 def _safetensors_in(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+    return any((folder / name).is_file() for name in (HELD[0], INDEX))
 
 
 def _has_safetensors(folder: Path, pretrained: bool, file_follows: bool) -> bool:

@@ -151,6 +151,18 @@ def short(value: float) -> str:
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
+def not_measured(measure: str, reason: str, **where: Any) -> Record:
+    """A record of what is not there."""
+    return Record(measure=measure, value=None, status="not measured", note=reason, **where)
+
+
+def of_outputs(records: Iterable[Record]) -> list[Record]:
+    """Of records of tokens, those at the outputs of the blocks: the last sum of each."""
+    records = list(records)
+    last = {record.block: record.position for record in records if record.position.endswith(".sum")}
+    return [record for record in records if record.position == last.get(record.block)]
+
+
 AT_LEAST = "/at_least"
 """Where numbers are kept by name, ``NAME/at_least`` next to NAME says that its number is a lower bound."""
 

@@ -185,19 +185,32 @@ def _without(line: Mapping[str, Any] | None, *names: str) -> dict[str, Any] | No
     return None if line is None else {key: value for key, value in line.items() if key not in without}
 
 
+def of_blocks(line: Mapping[str, Any], measure: str) -> dict[tuple[int, str], tuple[float, bool]]:
+    """By block and position, a monitor's numbers of a measure, and whether each is a lower bound.
+
+    >>> of_blocks({"kappa/0/input": 9e6, "kappa/0/input/at_least": 1.0, "kappa/input/worst": 9e6}, "kappa")
+    {(0, 'input'): (9000000.0, True)}
+    """
+    found = {}
+    for key, value in line.items():
+        name, _, place = key.partition("/")
+        block, _, position = place.partition("/")
+        if name == measure and block.isdigit() and not key.endswith(AT_LEAST):
+            found[int(block), position] = value, bool(line.get(key + AT_LEAST))
+    return found
+
+
 def _worst_kappas(line: Mapping[str, Any]) -> dict[str, float]:
     """Of each position; with ``POSITION/at_least`` where one of them is a bound."""
     worst: dict[str, float] = {}
-    for key, value in line.items():
-        measure, _, place = key.partition("/")
-        block, _, position = place.partition("/")
-        if measure == "kappa" and block.isdigit():
-            worst[position] = max(value, worst.get(position, value))
+    for (_, position), (value, is_bound) in of_blocks(line, "kappa").items():
+        worst[position] = max(value, worst.get(position, value))
+        worst |= {position + AT_LEAST: 1.0} if is_bound else {}
     return worst
 
 
 def _mean_entropy(line: Mapping[str, Any]) -> dict[str, float]:
-    values = [value for key, value in line.items() if key.startswith("entropy/") and key[8:].isdigit()]
+    values = [value for value, _ in of_blocks(line, "entropy").values()]
     return {"entropy": statistics.fmean(values)} if values else {}
 
 

@@ -29,11 +29,10 @@ from wellposed.probes.model_input import is_of
 from wellposed.probes.observe import plain
 from wellposed.surgery.insertion import scales
 from wellposed.surgery.record import Edits
-from wellposed.weights import WEIGHT_ENDINGS, few, misfits, read_weights, renamed
+from wellposed.text import few
+from wellposed.weights import HELD, INDEX, WEIGHT_ENDINGS, misfits, read_weights, renamed
 
 KEY, CONFIG = "wellposed", "config.json"
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-_INDEX = "model.safetensors.index.json"
 _FORM = '{"edits": [{"edit": "gray_tokens", "eps": 0.7}], "modules": ["patch_embed"]}'
 
 
@@ -86,7 +85,7 @@ def apply(
             JSON file in which :func:`save_edits` put them, or a file of weights next to it. The scales of
             CB_S are loaded from the weights in that folder or file; from a dict or a JSON file they are where
             ``init`` puts them, until ``load_state_dict``.
-        example: an input of a model of one's own, as for the edits themselves.
+        example: an input of your own model, as for the edits themselves.
 
     Returns:
         The edits of the model.
@@ -111,8 +110,9 @@ def apply(
         made = surgery.edits(model)
         if not saved.are_in(made):
             raise ValueError(
-                f"the edits are of a model that is built otherwise: they touched {_few(saved.modules)} "
-                f"there and {_few([edit.module for edit in made])} here; build the model as that one."
+                f"the edits are of a model that is built otherwise: they touched "
+                f"{few(saved.modules) or 'nothing'} there and "
+                f"{few(edit.module for edit in made) or 'nothing'} here; build the model as that one."
             )
         if place is not None:
             _load_scales(model, place)
@@ -134,6 +134,12 @@ def save_edits(model: nn.Module, path: str | os.PathLike[str]) -> Path:
 
     Returns:
         The file that was written.
+
+    >>> import tempfile, timm, wellposed as wp
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=1)
+    >>> _ = wp.gray_tokens(model, eps=0.8)
+    >>> save_edits(model, tempfile.mkdtemp()).name
+    'config.json'
     """
     path = Path(path).expanduser()
     is_folder = path.is_dir() or path.suffix not in (".json", *WEIGHT_ENDINGS)
@@ -228,17 +234,13 @@ def _weights_in(place: Path) -> dict[str, Tensor]:
     """The tensors of a file, or of the file or files of a folder."""
     if place.is_file():
         return read_weights(place)[0]
-    if (place / _INDEX).is_file():
-        files = sorted(set(read_object(place / _INDEX)["weight_map"].values()))
+    if (place / INDEX).is_file():
+        files = sorted(set(read_object(place / INDEX)["weight_map"].values()))
         return {name: value for file in files for name, value in read_weights(place / file)[0].items()}
-    for name in _WEIGHTS:
+    for name in HELD:
         if (place / name).is_file():
             return read_weights(place / name)[0]
     raise FileNotFoundError(
-        f"expected the scales of CB_S in {place}, there is no {' or '.join(_WEIGHTS)}; name the file of "
+        f"expected the scales of CB_S in {place}, there is no {' or '.join(HELD)}; name the file of "
         f"weights, or {place / CONFIG} to make the edits alone."
     )
-
-
-def _few(names: list[str]) -> str:
-    return few(names) or "nothing"

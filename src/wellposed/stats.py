@@ -32,7 +32,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special, stats
 
 LEVEL = 0.05
 """Chance of a false verdict, over all claims of one study."""
@@ -103,17 +102,32 @@ class Estimate:
         """Whether a value, such as the paper's, lies in the interval."""
         return self.low <= value <= self.high
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether zero lies outside of the interval; one pair of runs has none."""
+        return self.p is not None and not self.covers(0.0)
+
+    @property
+    def direction(self) -> Literal["higher", "lower", "undecided"]:
+        """Of the first side, as far as it is decided."""
+        if not self.is_decided:
+            return "undecided"
+        return "higher" if self.mean > 0 else "lower"
+
     def p_above(self, value: float) -> float:
         """One-sided, of "the true mean is at most ``value``": small if it is above."""
-        if self.error is None or self.freedom is None:
-            return 1.0
-        return float(special.stdtr(self.freedom, (value - self.mean) / self.error))
+        return self._tail(value - self.mean)
 
     def p_below(self, value: float) -> float:
         """One-sided, of "the true mean is at least ``value``": small if it is below."""
+        return self._tail(self.mean - value)
+
+    def _tail(self, distance: float) -> float:
         if self.error is None or self.freedom is None:
             return 1.0
-        return float(special.stdtr(self.freedom, (self.mean - value) / self.error))
+        from scipy import special  # here, since it takes a while
+
+        return float(special.stdtr(self.freedom, distance / self.error))
 
     def p_within(self, margin: float) -> float:
         """Of "the true mean is ``margin`` or more away from zero", by two one-sided tests."""
@@ -198,6 +212,8 @@ def slope(x: Sequence[float], y: Sequence[float], *, means: int = 1) -> Estimate
 
 def _student(mean: float, n: int, comparison: Comparison, error: float, freedom: float) -> Estimate:
     """With the interval and p of a t-distribution."""
+    from scipy import special
+
     half = float(special.stdtrit(freedom, 1 - LEVEL / 2)) * error
     p = 2 * float(special.stdtr(freedom, -abs(mean) / error))
     return Estimate(mean, n, mean - half, mean + half, comparison, p, error, freedom)
@@ -266,6 +282,8 @@ def paired_median(
     n = len(differences)
     if n < 2:
         return Estimate(middle.value, n, comparison="paired median", at_least=middle.at_least)
+    from scipy import stats
+
     interval = stats.quantile_test(differences, q=0.0, p=0.5).confidence_interval(1 - LEVEL)
     low = -math.inf if math.isnan(interval.low) else float(interval.low)
     high = math.inf if math.isnan(interval.high) else float(interval.high)

@@ -41,6 +41,16 @@ def nearest(name: object, known: Iterable[object], cutoff: float = 0.5) -> str:
     return f"; did you mean {close!r}?" if close else "."
 
 
+def few(names: Iterable[object], most: int = 4, between: str = ", ") -> str:
+    """The first names, and how many more there are.
+
+    >>> few("abcdef"), few("ab")
+    ('a, b, c, d, and 2 more', 'a, b')
+    """
+    known = list(map(str, names))
+    return between.join([*known[:most], *([f"and {len(known) - most} more"] if len(known) > most else [])])
+
+
 def byte_count(size: int | str) -> int:
     """Bytes of a number or a text.
 

@@ -6,7 +6,7 @@
 """
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -19,8 +19,12 @@ from torch import Tensor, nn
 
 from wellposed.surgery.insertion import Inserted
 from wellposed.surgery.weights import WeightEdit
+from wellposed.text import few
 
 WEIGHT_ENDINGS = (".safetensors", ".pth", ".pt", ".tar", ".bin", ".ckpt")
+HELD = ("model.safetensors", "pytorch_model.bin")
+"""Names of the weights in a folder, the safe one first; large ones are in parts that :data:`INDEX` lists."""
+INDEX = "model.safetensors.index.json"
 _INSIDE = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Where checkpoints hold weights; averaged ones first, as timm takes them."""
 _PREFIXES = ("module.", "_orig_mod.")
@@ -57,7 +61,7 @@ def _plain_state(content: Any, path: Path) -> tuple[dict[str, Tensor], str]:
     inside = next((name for name in _INSIDE if _is_state(keys.get(name))), None)
     state = content if inside is None else content[inside]
     if not _is_state(state):
-        held = f"the keys {few(map(str, keys))}" if keys else f"a {type(content).__name__}"
+        held = f"the keys {few(keys)}" if keys else f"a {type(content).__name__}"
         raise ValueError(
             f"expected weights by name in {path}, or under {', '.join(_INSIDE)}, got {held}; save the "
             "model's state_dict() alone."
@@ -170,9 +174,3 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
         if has_bar:
             logging.enable_progress_bar()
-
-
-def few(names: Iterable[str], most: int = 4) -> str:
-    names = list(names)
-    more = [f"and {len(names) - most} more"] if len(names) > most else []
-    return ", ".join([*names[:most], *more])

@@ -11,7 +11,7 @@ import wellposed as wp
 import zoo
 from probes.test_nonfinite import Divides
 from wellposed.probes import Alarm, Monitor
-from wellposed.probes.collapse import KAPPA_RISE
+from wellposed.probes.alarms import KAPPA_RISE
 
 VIT = zoo.BY_NAME["timm vit"]
 SIZE = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 4, "num_classes": 4}

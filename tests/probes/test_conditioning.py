@@ -241,3 +241,6 @@ def test_a_mean_of_bounds_is_a_bound() -> None:
     assert summarize("kappa", Sample(values, flags)).status == "at least"
     assert summarize("kappa", Sample(values, flags.flip(0))).status == "ok"
     assert summarize("kappa", Sample(values, torch.tensor([False, False, False]))).status == "ok"
+    # Of four, the third decides the median with the second: it may be any number above 3.
+    even = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([False, False, True, False])
+    assert summarize("kappa", Sample(*even)).status == "at least"

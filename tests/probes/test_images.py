@@ -15,13 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from untouched import assert_same, fingerprint
-from wellposed.probes.images import (
-    DEFAULT_LIMIT,
-    expected_size,
-    first_images,
-    image_batches,
-    model_transform,
-)
+from wellposed.probes.images import DEFAULT_LIMIT, first_images, image_batches
+from wellposed.probes.model_input import expected_size, model_transform
 from zoo import BY_NAME, SIDE, Case, families
 
 VIT = {"img_size": SIDE, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 5}

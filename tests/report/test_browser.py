@@ -14,7 +14,7 @@ import pytest
 import report_material as make
 from wellposed.probes.diagnosis import Diagnosis
 from wellposed.report import read_data, read_material, report_page
-from wellposed.report.comparing import by_place
+from wellposed.report.variants import by_place
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),

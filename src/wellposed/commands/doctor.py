@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -97,7 +96,10 @@ class Examination:
     def __str__(self) -> str:
         machine = [("Python", self.python), ("platform", self.platform), ("CPU cores", str(self.cores))]
         machine += [("device", each) for each in self.devices]
-        required = [_package_row(each) for each in self.packages]
+        required = [
+            (_mark(each.is_met), each.name, each.found or "not installed", f"wants {each.wanted}")
+            for each in self.packages
+        ]
         extras = [(_mark(each.is_met), each.name, each.purpose) for each in self.extras]
         support = [(_mark(each.works), each.name, each.says) for each in self.support]
         parts = [f"wellposed {self.wellposed}", aligned(machine)]
@@ -137,18 +139,11 @@ def required_packages() -> list[Package]:
 
 def extras() -> list[Extra]:
     """The extras that users install, each with its packages."""
-    return [
-        Extra(
-            name,
-            purpose,
-            tuple(
-                _package(each)
-                for each in _requirements()
-                if each.marker is not None and each.marker.evaluate({"extra": name})
-            ),
-        )
-        for name, purpose in EXTRAS.items()
-    ]
+    found = []
+    for name, purpose in EXTRAS.items():
+        own = [each for each in _requirements() if each.marker and each.marker.evaluate({"extra": name})]
+        found.append(Extra(name, purpose, tuple(map(_package, own))))
+    return found
 
 
 @functools.cache
@@ -189,13 +184,7 @@ def _support() -> list[Support]:
     import torch
 
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    return [
-        _float64(mps and not cuda),
-        _compiling(cuda),
-        _hopper(cuda),
-        _processes(),
-        _offline(),
-    ]
+    return [_float64(mps and not cuda), _compiling(cuda), _hopper(cuda), _processes(), _offline()]
 
 
 def _float64(is_mps: bool) -> Support:
@@ -209,14 +198,10 @@ def _compiling(cuda: bool) -> Support:
         works = importlib.util.find_spec("triton") is not None
         remedy = "torch.compile on the GPU needs triton; use --no-compile"
         return Support("compile", works, "torch.compile on the GPU and the CPU" if works else remedy)
-    compiler = next((name for name in (os.environ.get("CXX"), "g++", "clang++") if _on_path(name)), None)
+    compiler = next(filter(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++")), None)
     if compiler is None:
         return Support("compile", False, "torch.compile on a CPU needs a C++ compiler: g++ or clang++")
     return Support("compile", True, f"torch.compile on the CPU, by {compiler}")
-
-
-def _on_path(name: str | None) -> bool:
-    return bool(name) and shutil.which(str(name)) is not None
 
 
 def _hopper(cuda: bool) -> Support:
@@ -235,24 +220,14 @@ def _processes() -> Support:
 
     if not torch.distributed.is_available():
         return Support("processes", False, "this torch was built without torch.distributed: one process only")
-    backends = {
-        "nccl": torch.distributed.is_nccl_available(),
-        "gloo": torch.distributed.is_gloo_available(),
-    }
-    return Support(
-        "processes", True, f"DDP and FSDP2, by {' and '.join(n for n, on in backends.items() if on)}"
-    )
+    backends = filter(torch.distributed.is_backend_available, ("nccl", "gloo"))
+    return Support("processes", True, f"DDP and FSDP2, by {' and '.join(backends)}")
 
 
 def _offline() -> Support:
-    is_offline = os.environ.get("HF_HUB_OFFLINE", "") in ("1", "ON", "YES", "TRUE")
-    if is_offline:
+    if os.environ.get("HF_HUB_OFFLINE", "") in ("1", "ON", "YES", "TRUE"):
         return Support("downloads", False, "HF_HUB_OFFLINE is set: --pretrained takes what is in the cache")
     return Support("downloads", True, "--pretrained and hf: names download to huggingface_hub's cache")
-
-
-def _package_row(package: Package) -> Sequence[str]:
-    return (_mark(package.is_met), package.name, package.found or "not installed", f"wants {package.wanted}")
 
 
 def _mark(is_fine: bool) -> str:

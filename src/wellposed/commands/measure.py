@@ -106,7 +106,7 @@ def diagnose(
         if json_output and compare is not None:
             raise ValueError("expected --json or --compare, got both; print the JSON of each on its own.")
         import wellposed
-        from wellposed import diagnosing
+        from wellposed import targets
         from wellposed.environment import environment
 
         kind, measures = device_named(device), parts(what)
@@ -118,14 +118,14 @@ def diagnose(
             "seed": seed or 0,
         }
 
-        def target_of(name: str, edits: dict[str, Any]) -> diagnosing.Target:
-            if not diagnosing.is_folder(name):
-                return diagnosing.named_model(name, images, device=kind, edits=edits, **by_name)
+        def target_of(name: str, edits: dict[str, Any]) -> targets.Target:
+            if not targets.is_folder(name):
+                return targets.named_model(name, images, device=kind, edits=edits, **by_name)
             given = {"--pretrained": pretrained or None, "--image-size": image_size, "--seed": seed}
             _refuse_for_a_run(given | {"--model-option": model_option or None, "--edit": edits or None})
-            return diagnosing.trained_model(name, images, weights=weights, count=max_images, device=kind)
+            return targets.trained_model(name, images, weights=weights, count=max_images, device=kind)
 
-        def measured(target: diagnosing.Target) -> wellposed.Diagnosis:
+        def measured(target: targets.Target) -> wellposed.Diagnosis:
             diagnosis = wellposed.diagnose(
                 target.model,
                 target.images,
@@ -141,7 +141,7 @@ def diagnose(
 
         other = None
         if compare is not None:
-            other = diagnosing.kept_diagnosis(compare) or measured(target_of(compare, {}))
+            other = targets.kept_diagnosis(compare) or measured(target_of(compare, {}))
         diagnosis = measured(target_of(model, options.edits(edit or ())))
         typer.echo(diagnosis.to_json() if json_output else str(diagnosis), nl=not json_output)
         if other is not None:

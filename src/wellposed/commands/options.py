@@ -32,22 +32,17 @@ _HELP_ALL = "help_all"
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
 
-def recipe_options(
-    only: Sequence[str] | None = None, *, shown: Sequence[str] | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each of the fields, or for those in ``only``.
+def recipe_options(*, shown: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each of the fields, and ``--help-all``.
 
     The function's parameter ``flags`` gets a dict of the options that were given, see :func:`values`.
 
     Args:
-        only: names of fields.
-        shown: those whose options ``--help`` names; the command then has ``--help-all`` for the others.
+        shown: the fields whose options ``--help`` names; ``--help-all`` names the others too.
     """
-    fields = [field for field in dataclasses.fields(Recipe) if only is None or field.name in only]
-    options = [_option(field, hidden=shown is not None and field.name not in shown) for field in fields]
-    if shown is not None:
-        options.append(_help_all())
-    names = {option.name for option in options if option.name != _HELP_ALL}
+    options = [_option(field, hidden=field.name not in shown) for field in dataclasses.fields(Recipe)]
+    names = {option.name for option in options}
+    options.append(_help_all())
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [each for each in inspect.signature(command).parameters.values() if each.name != "flags"]
@@ -82,27 +77,22 @@ def values(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def assignments(texts: Iterable[str]) -> dict[str, Any]:
     """Values of texts such as ``lr=0.01`` or ``model_options.depth=6``."""
-    parsed: dict[str, Any] = {}
-    options: list[str] = []
-    edits: list[str] = []
+    flags: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if name.strip() == _EDIT:
-            edits.append(value.strip())
-            continue
         name = name.strip().replace("-", "_")
         if not equals:
             raise ValueError(f"expected field=value, such as lr=0.01, got {text!r}.")
-        if name.startswith("model_options."):
-            options.append(text.strip().partition(".")[2])
-            continue
-        require_known([name], repr(text))
-        if name == "model_options":
+        if name == _EDIT:
+            flags.setdefault(_EDIT, []).append(value.strip())
+        elif name.startswith("model_options."):
+            flags.setdefault(_OPTION, []).append(text.strip().partition(".")[2])
+        elif name == "model_options":
             raise ValueError(f"expected one option, such as model_options.depth=6, got {text!r}.")
-        parsed[name] = parse(name, value.strip())
-    if edits:
-        parsed["edits"] = _edits(edits)
-    return {**parsed, "model_options": model_options(options)} if options else parsed
+        else:
+            require_known([name], repr(text))
+            flags[name] = value.strip()
+    return values(flags)
 
 
 def _edits(texts: Sequence[str]) -> Any:
@@ -188,7 +178,8 @@ def _help_all() -> inspect.Parameter:
 def _option(field: "dataclasses.Field[Any]", *, hidden: bool = False) -> inspect.Parameter:
     kind, _ = kind_of(field_types()[field.name])
     annotation: Any = str | None
-    name, metavar, choices = field.name, _METAVARS.get(kind), None
+    name, metavar = field.name, _METAVARS.get(kind)
+    choices: list[str] = []
     if kind is bool:
         annotation = bool | None
     elif get_origin(kind) is dict:
@@ -200,19 +191,23 @@ def _option(field: "dataclasses.Field[Any]", *, hidden: bool = False) -> inspect
     elif get_origin(kind) is Literal:
         choices = list(map(str, get_args(kind)))
         metavar = f"[{'|'.join(choices)}]"
+
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
     option = typer.Option(
         help=_help(field),
         rich_help_panel=field.metadata["group"],
         metavar=metavar,
         hidden=hidden,
-        autocompletion=None if choices is None else _completion(choices),
+        autocompletion=complete if choices else None,
     )
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword, default=None, annotation=Annotated[annotation, option])
 
 
 def _help(field: "dataclasses.Field[Any]") -> str:
-    """The field's text with its default; the option's own is None, to tell what was given."""
+    """The field's text with its default; the option's own is None, to see what was given."""
     text = str(field.metadata["help"])
     default = field.default
     if isinstance(default, tuple):
@@ -223,13 +218,6 @@ def _help(field: "dataclasses.Field[Any]") -> str:
         text += f" [default: {default}]"
     # Else Rich takes what stands in brackets for a style.
     return text.replace("[", "\\[")
-
-
-def _completion(choices: Sequence[str]) -> Callable[[str], list[str]]:
-    def complete(incomplete: str) -> list[str]:
-        return [choice for choice in choices if choice.startswith(incomplete)]
-
-    return complete
 
 
 def parts(given: Sequence[str] | None) -> tuple[str, ...] | None:

@@ -72,7 +72,7 @@ def gray(
             is 1e-7 for ``"svd"`` and ``"dct"``; otherwise 1e-6 on a CPU, 1e-5 elsewhere, or 1/300 where the
             arithmetic is float32.
         tolerance, precision: of ``"spectral"`` and ``"condition"``, see
-            :func:`wellposed.linalg.spectral_power`; ``print(wellposed.linalg.spectral_plan(x))`` tells what
+            :func:`wellposed.linalg.spectral_power`; ``print(wellposed.linalg.spectral_plan(x))`` says what
             they come to.
 
     A matrix that holds a non-finite value gives a non-finite result, the others are untouched. Zero
@@ -219,7 +219,7 @@ def _gray_dct(x: Tensor, eps: float | Tensor, *, rescale: bool, floor: float, ha
     largest = magnitude.amax((-2, -1), keepdim=True)
     is_zero = largest == 0
     largest = torch.where(is_zero, 1, largest)
-    # Of a zero matrix nothing is small beside the largest: its gradient is the identity.
+    # Of a zero matrix nothing is small compared with the largest: its gradient is the identity.
     relative = torch.where(is_zero, 1, magnitude / largest)
     gain = power_gain(relative, eps, floor)
     if not rescale:

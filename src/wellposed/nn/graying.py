@@ -15,8 +15,12 @@ __all__ = ["DEFAULT_EPS", "PixelGraying", "TokenGraying"]
 class TokenGraying(Operation):
     """Gray tokens (..., N, D): see :func:`wellposed.nn.functional.gray`.
 
-    ``eps=None`` takes the paper's choice for the method. The module has no parameters or buffers and
-    treats training and evaluation alike.
+    The module has no parameters or buffers and treats training and evaluation alike.
+
+    Args:
+        eps: the power of the singular values; None is the paper's choice for the method.
+        method: ``"spectral"``, ``"svd"``, ``"dct"``, ``"condition"`` or ``"energy"``.
+        target_kappa, rescale, floor, tolerance, precision: as of the function.
 
     >>> TokenGraying(0.7, "dct")
     TokenGraying(eps=0.7, method='dct')
@@ -77,7 +81,7 @@ class TokenGraying(Operation):
         }
 
     def extra_repr(self) -> str:
-        shown: dict[str, object] = {"eps": None if self.eps is None else float(self.eps)}
+        shown: dict[str, object] = {"eps": None if self.eps is None else float(f"{float(self.eps):.6g}")}
         shown |= {"target_kappa": self.target_kappa, "method": self.method}
         shown |= {"rescale": None if self.rescale else False, "floor": self.floor}
         shown["tolerance"] = None if self.tolerance == DEFAULT_TOLERANCE else self.tolerance
@@ -91,6 +95,10 @@ class PixelGraying(TokenGraying):
     Row n of the matrix is patch n, read as a patch convolution reads it: channel, row, column. As the
     last step of a torchvision transform it sees one image (C, H, W) and runs in the data loader's
     workers; inside a model it sees a batch.
+
+    Args:
+        patch_size: of the patches, in pixels: a side, or height and width.
+        eps, method, target_kappa, rescale, floor, tolerance, precision: as of :class:`TokenGraying`.
 
     >>> images = torch.rand(2, 3, 32, 32)
     >>> PixelGraying(8, eps=0.7)(images).shape

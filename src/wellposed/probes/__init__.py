@@ -1,8 +1,8 @@
 """Measurements on a model and images, as records. They leave the model exactly as they found it."""
 
+from wellposed.probes.alarms import Alarm
 from wellposed.probes.attention_pictures import attention_pictures
 from wellposed.probes.bounds import bounds
-from wellposed.probes.collapse import Alarm
 from wellposed.probes.conditioning import conditioning
 from wellposed.probes.density import attention_density
 from wellposed.probes.diagnose import diagnose

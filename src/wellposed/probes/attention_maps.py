@@ -2,7 +2,7 @@
 
 A fused kernel never holds the matrix softmax(q k^T scale + mask), so a hook cannot read it. Here the
 calls of torch's attention functions inside a block are seen by a ``TorchFunctionMode``. The model's own
-call runs as it would, and for the first few images the probabilities are made once more beside it:
+call runs as it would, and for the first few images the probabilities are computed again:
 
 - ``scaled_dot_product_attention``: recomputed from q, k and the mask, in at least float32;
 - ``softmax`` over the last axis, where attention is not fused: read;
@@ -36,8 +36,10 @@ from wellposed.anatomy.masks import far_below, hidden_by
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.model import no_attention as no_attention
 from wellposed.anatomy.queries import HEAD_COUNTS
+from wellposed.anatomy.trace import without_fast_path
 from wellposed.linalg.precision import full_float32, without_autocast
 from wellposed.probes.observe import is_repeated, padding_of, removing, stream_of, tokens_of
+from wellposed.text import few
 
 See = Callable[[Block, Tensor], None]
 """Gets a block and attention probabilities (images, W, H, N, M), in at least float32."""
@@ -58,7 +60,7 @@ def watching_attention(
     """Inside, every block shows ``see`` the attention of the first ``images`` images that reach it.
 
     Blocks without attention over tokens (see :func:`no_attention`) are passed over. A block with several
-    attentions shows each, in order; the watch's ``source`` tells which, and how it was made. The model's
+    attentions shows each, in order; the watch's ``source`` says which, and how it was made. The model's
     results stay as they are, bit for bit, with one exception: ``nn.MultiheadAttention`` has a fast path
     for inference that nothing can look into. It is off inside, by
     ``torch.backends.mha.set_fastpath_enabled(False)``, which moves the last digits.
@@ -70,10 +72,8 @@ def watching_attention(
         raise ValueError(f"images must be at least 1, got {images}; attention is that of some image.")
     watch = AttentionWatch(see, images)
     handles: list[Any] = []
-    fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
-        with removing(handles):
-            torch.backends.mha.set_fastpath_enabled(False)
+        with without_fast_path(), removing(handles):
             for block in found:
                 if not no_attention(block):
                     enter, leave = partial(watch.enter, block), partial(watch.leave, block)
@@ -81,7 +81,6 @@ def watching_attention(
                     handles.append(block.module.register_forward_hook(leave, always_call=True))
             yield watch
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
         watch.abandon()
     if strict:
         watch.check()
@@ -104,7 +103,7 @@ class Rows(NamedTuple):
     """What the rows of the probabilities that ``see`` is looking at may see.
 
     ``keys``: how many keys each, in a shape that broadcasts to (images, W, H, N); None where that is all.
-    ``padding``: the rows that are padding (images, N), or why that cannot be told.
+    ``padding``: the rows that are padding (images, N), or why that is not known.
     """
 
     keys: Tensor | None = None
@@ -169,10 +168,9 @@ class AttentionWatch(TorchFunctionMode):
         if not self.silent:
             return
         silent = list(self.silent.values())
-        more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
         raise RuntimeError(
             "expected a call of scaled_dot_product_attention, softmax or multi_head_attention_forward in "
-            f"{', '.join(block.name for block in silent[:3])}{more} "
+            f"{few((block.name for block in silent), 3)} "
             f"({', '.join(dict.fromkeys(type(block.module).__name__ for block in silent))}), found none: "
             "its attention is a kernel outside torch, or no softmax. For a transformers model, "
             'model.set_attn_implementation("sdpa") or "eager" shows it; for a class of your own whose '
@@ -203,7 +201,7 @@ class AttentionWatch(TorchFunctionMode):
                 f"({type(run.block.module).__name__}), got {tuple(maps.shape)}; put the images first."
             )
         order, run.shown = run.shown, run.shown + 1
-        padding = padding_of(run.block, _rows_of(maps.shape, run.batch))
+        padding = padding_of(run.block, torch.empty(run.batch, maps.shape[-2], 0))
         bytes_of_image = math.prod(maps.shape) // run.batch * max(maps.dtype.itemsize, 4)
         at_once = max(1, LARGEST_MAP // max(bytes_of_image, 1))
         for first in range(0, run.sampled, at_once):
@@ -256,15 +254,10 @@ def _heads_are_first(block: Block, one: int, other: int) -> bool | None:
 
 
 def _windows_first(x: Tensor, heads_are_first: bool | None) -> Tensor:
-    """(B, W, H, ...); where heads cannot be told from windows, all are windows."""
+    """(B, W, H, ...); where heads cannot be distinguished from windows, all are windows."""
     if heads_are_first is None:
         return x.flatten(1, 2)[:, :, None]
     return x.transpose(1, 2) if heads_are_first else x
-
-
-def _rows_of(shape: tuple[int, ...], batch: int) -> Tensor:
-    """Something with as many images and rows as the attention: (B, N, 0)."""
-    return torch.empty(batch, shape[-2], 0)
 
 
 class _Maps(NamedTuple):

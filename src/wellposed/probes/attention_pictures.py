@@ -24,8 +24,8 @@ from wellposed.probes.attention_maps import no_attention, watching_attention
 from wellposed.probes.density import ABSOLUTE_ERROR
 from wellposed.probes.images import first_image
 from wellposed.probes.observe import plain
-from wellposed.probes.passes import Probe, forward_passes
-from wellposed.records import Record, dtype_name
+from wellposed.probes.passes import Probe, forward_passes, place_of
+from wellposed.records import Record, dtype_name, not_measured
 
 MOST_PREFIX = 5
 """Tokens that may come before those of the patches, a class token and four registers, where the model does
@@ -47,6 +47,11 @@ def attention_pictures(model: nn.Module, images: object, *, blocks: BlockSelecti
         of each head; ``"attention rollout"`` of the model. Their ``curve`` has the values row by row, their
         ``shape`` is that of the grid. Blocks whose attention has no picture (windows, pooled keys, other
         tokens) are ``not measured``.
+
+    >>> import timm, torch
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    >>> [record.shape for record in attention_pictures(model, torch.randn(1, 3, 32, 32), blocks=0)][:2]
+    [(32, 32), (2, 2)]
     """
     model = plain(model)
     image = first_image(images, model)
@@ -99,7 +104,7 @@ class _Pictures:
     def records(self) -> list[Record]:
         out = []
         for block in self.found:
-            where: dict[str, Any] = {"block": block.index, "module": block.name, "position": "attention"}
+            where = place_of(block, "attention")
             if block.index in self.wanted and block.index in self._maps:
                 heads = self._maps[block.index]
                 made = where | self._made[block.index]
@@ -108,9 +113,7 @@ class _Pictures:
                     out.append(self._record("attention picture", p, head=head, **made))
             elif block.index in self.wanted:
                 why = no_attention(block) or self._reasons.get(block.index, "it showed no softmax attention")
-                out.append(
-                    Record(measure="attention picture", value=None, status="not measured", note=why, **where)
-                )
+                out.append(not_measured("attention picture", why, **where))
         if maps := [self._maps[index] for index in sorted(self._maps)]:
             alike = [p for p in maps if p.shape[-1] == maps[0].shape[-1]]
             note = f"through {len(alike)} of {len(self.found)} blocks"

@@ -1,6 +1,6 @@
 r"""Do the bounds of Always Skip Attention hold for a model's own weights and tokens, and by what margin?
 
-Each record has a measured kappa and beside it the bound of :mod:`wellposed.linalg.bounds`, which also says
+Each record has a measured kappa and the bound of :mod:`wellposed.linalg.bounds`, which also says
 where that is a theorem and where a rule of thumb. X is what goes into the layers: in a pre-norm block, the
 tokens after the norm. As in the paper, C and the linear forms know no biases and no 1 / sqrt(D/H).
 
@@ -10,9 +10,9 @@ tokens after the norm. As in the paper, C and the linear forms know no biases an
                           None: what the attention branch adds
 ``kappa 4.2 linear``      X M + X with M = W_Q W_K^T X^T X W_V; of a head, M has the head's part of W_O
                           behind it and C a factor kappa(W_O)
-``kappa 4.2 softmax``     what goes on after the attention's skip, which carries the tokens before the
+``kappa 4.2 softmax``     what leaves the attention's skip, which carries the tokens before the
                           norm where the proposition has X
-``kappa ffn linear``      X W_1 W_2; in a gated MLP, W_1 is the layer beside the gate
+``kappa ffn linear``      X W_1 W_2; in a gated MLP, W_1 is the one that is not the gate
 ``kappa ffn``             what the MLP adds
 ``kappa convolution``     what ConvMixer's depthwise convolution adds, after activation and norm (eq. 24);
                           ``kappa convolution linear``: what it gives alone
@@ -107,7 +107,7 @@ def bounds(
     blocks: BlockSelection = None,
     strict: bool = True,
 ) -> list[Record]:
-    """Measured kappa beside its bound for the attention, MLP and depthwise convolution of each block.
+    """Measured kappa compared with its bound for the attention, MLP and depthwise convolution of each block.
 
     Takes two float64 SVDs for each image, block and head: choose some blocks of a large model.
 
@@ -117,6 +117,16 @@ def bounds(
         images_limit: from how many images, the first ones.
         blocks: an index, a slice or several indices; None for all.
         strict: whether it is an error that no block has anything to measure.
+
+    Returns:
+        A record for each measure of the table above, block and head, with ``bound``, ``verdicts`` and
+        ``margins``; ``not measured`` with the reason where a proposition does not apply.
+
+    >>> import timm, torch
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+    >>> found = bounds(model, torch.randn(1, 3, 32, 32))
+    >>> [(r.measure, r.verdicts) for r in found if r.head is None][-1]
+    ('kappa ffn', (1, 0, 0, 0))
     """
     if images_limit < 1:
         raise ValueError(f"images_limit must be at least 1, got {images_limit}; a bound is for some tokens.")
@@ -125,7 +135,7 @@ def bounds(
 
 
 class BoundsProbe:
-    """Sees the first forward pass, all its images; see the module for what it tells."""
+    """Sees the first forward pass, all its images; see the module for what it measures."""
 
     def __init__(self, found: list[Block], strict: bool = True) -> None:
         self.strict = strict
@@ -150,7 +160,7 @@ class BoundsProbe:
             self._of[block.index].see_position(position, tokens)
 
     def _see_input(self, block: Block, kind: str, tokens: Tensor) -> None:
-        # The attention watch calls nn.MultiheadAttention once more: the first call is the model's own.
+        # The attention watch calls nn.MultiheadAttention again: the first call is the model's own.
         self._of[block.index].inputs.setdefault(kind, tokens)
 
     def _see_attention(self, block: Block, p: Tensor) -> None:
@@ -421,7 +431,7 @@ def _of_weights(*layers: Map) -> tuple[Tensor, Tensor]:
 
 
 def _compared(where: Record, measured: ConditionNumber, bound: Tensor, remark: str) -> Record:
-    """The record of kappas (B, W) or (B,) beside bounds of the same shape."""
+    """The record of kappas (B, W) or (B,) compared with bounds of the same shape."""
     comparison = compare(measured, bound)
     # The windows of an image first, then the images.
     windows = [

@@ -26,8 +26,8 @@ from wellposed.errors import NoMeaningError
 from wellposed.probes.attention_maps import Source, no_attention, watching_attention
 from wellposed.probes.images import image_batches
 from wellposed.probes.observe import plain
-from wellposed.probes.passes import Probe, Sample, forward_passes, span, summarize
-from wellposed.records import Record, dtype_name
+from wellposed.probes.passes import Probe, Sample, forward_passes, place_of, span, summarize
+from wellposed.records import Record, dtype_name, not_measured
 from wellposed.surgery.choose import choose
 
 ABSOLUTE_ERROR = 1e-5
@@ -95,7 +95,7 @@ class DensityProbe:
     """Density of the attention of each block, over the first ``images`` images.
 
     A value is the mean over the windows, queries and heads of an image, its median over the images the
-    record's value. Entropy and distance from uniform are told for each head too. A block without attention
+    record's value. Entropy and distance from uniform are also those of each head. A block without attention
     over tokens, or with one key alone, has one record that says so. Where a block holds several attentions,
     the position of the second is ``attention 2``, and so on. A block whose attention cannot be seen is an
     error, or a record that says so where ``strict`` is False.
@@ -131,16 +131,12 @@ class DensityProbe:
 
     def _records_of(self, block: Block) -> Iterator[Record]:
         attentions = self._seen[block.index]
-        where = {"block": block.index, "module": block.name, "position": "attention"}
         if not attentions:
             silent = "it showed no softmax attention" if block.index in self._watch.silent else ""
-            yield _not_measured(no_attention(block) or silent or "the model did not run it", **where)
+            reason = no_attention(block) or silent or "the model did not run it"
+            yield not_measured("entropy", reason, **place_of(block, "attention"))
         for order, density in enumerate(attentions):
-            yield from density.records(**where | ({"position": f"attention {order + 1}"} if order else {}))
-
-
-def _not_measured(reason: str, **where: Any) -> Record:
-    return Record(measure="entropy", value=None, status="not measured", note=reason, **where)
+            yield from density.records(**place_of(block, f"attention {order + 1}" if order else "attention"))
 
 
 @dataclass
@@ -180,7 +176,7 @@ class _Density:
         values = torch.cat(self.parts, dim=1).cpu()
         if self.unknown or not self.keys - {1}:
             reason = self.unknown or "one key: its weight is 1 whatever the query is"
-            yield _not_measured(reason, images=values.shape[1], **where)
+            yield not_measured("entropy", reason, images=values.shape[1], **where)
             return
         where["note"] = f"{span(self.keys)} keys"
         if self.windows != {1}:
@@ -236,6 +232,15 @@ def attention_density(
         attention_images: from how many images, the first ones.
         batch_size: images in a forward pass.
         blocks: an index, a slice or several indices; all of these must have attention over tokens.
+
+    Returns:
+        ``"entropy"``, ``"distance from uniform"`` and two norms of the softmax's Jacobian for each block, the
+        first two for each head as well.
+
+    >>> import timm, torch
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+    >>> [(r.measure, r.head) for r in attention_density(model, torch.randn(2, 3, 32, 32))][:3]
+    [('entropy', None), ('entropy', 0), ('entropy', 1)]
     """
     model = plain(model)
     chosen = choose(model, blocks, lambda block: no_attention(block) or block, "attention density")

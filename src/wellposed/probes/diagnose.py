@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from wellposed.anatomy.model import Block, BlockSelection, is_settled, refusal, select
 from wellposed.anatomy.model import blocks as all_blocks
+from wellposed.probes.alarms import Alarm, alarm, signs
 from wellposed.probes.attention_maps import no_attention
 from wellposed.probes.attention_pictures import attention_pictures
 from wellposed.probes.bounds import bounds as measure_bounds
-from wellposed.probes.collapse import Alarm, alarm, signs
 from wellposed.probes.conditioning import ConditioningProbe
 from wellposed.probes.density import DensityProbe
 from wellposed.probes.diagnosis import Diagnosis
@@ -82,6 +82,9 @@ def diagnose(
         transform: from a PIL image to the model's input; None is the model's own preprocessing.
         progress: a progress bar on the terminal, and lines where there is none; None is the bar alone.
 
+    Returns:
+        The records with what they are of: printed a table, in files as CSV, JSON and a page.
+
     >>> import timm, torch
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
     >>> diagnosis = diagnose(model, torch.randn(2, 3, 224, 224))
@@ -92,7 +95,7 @@ def diagnose(
     chosen = _check_what(what)
     inner = plain(model)
     if images is None and chosen == ("weights",):
-        return _of_weights(inner, blocks, started)
+        return _diagnosis(inner, weight_spectra(inner, blocks=blocks), chosen, [], started)
     if images is None:
         others = ", ".join(name for name in chosen if name != "weights")
         raise ValueError(
@@ -100,8 +103,7 @@ def diagnose(
         )
     batches = image_batches(images, inner, batch_size=batch_size, limit=max_images, transform=transform)
     if not is_settled(inner):
-        first = next(iter(batches))
-        all_blocks(inner, example=example_of(first))
+        all_blocks(inner, example=example_of(next(iter(batches))))
     found = _blocks(inner, blocks)
     notes: list[str] = []
     asks_for_density = what not in (None, "all")
@@ -152,15 +154,29 @@ def diagnose(
         if "ntk" in chosen:
             bar.say("neural tangent kernel")
             records += ntk_spectrum(model, batches, max_images=NTK_IMAGES, groups="parts")
-    notes += [f"{sign.name}: {sign.evidence}; try: {sign.remedy}" for sign in _signs(inner, batches, records)]
-    about = _about(model, inner, records, batches.notes + notes)
-    return Diagnosis(tuple(records), about | {"what": list(chosen), "seconds": time.perf_counter() - started})
+    notes += map(str, _signs(inner, batches, records))
+    return _diagnosis(inner, records, chosen, batches.notes + notes, started)
 
 
-def _of_weights(model: nn.Module, selection: BlockSelection, started: float) -> Diagnosis:
-    records = weight_spectra(model, blocks=selection)
-    about = _about(model, model, records, [])
-    return Diagnosis(tuple(records), about | {"what": ["weights"], "seconds": time.perf_counter() - started})
+def _diagnosis(
+    model: nn.Module, records: Sequence[Record], what: Sequence[What], notes: list[str], started: float
+) -> Diagnosis:
+    parameter, made = next(model.parameters(), torch.empty(0)), edits(model)
+    about = {
+        "model": type(model).__name__,
+        "edits": [f"{edit.kind} {edit.where} {edit.module} {edit.detail}".rstrip() for edit in made],
+        "edited": [
+            {"edit": edit.kind, "where": edit.where, "module": edit.module, "detail": edit.detail}
+            for edit in made
+        ],
+        "images": max((record.images for record in records), default=0),
+        "device": parameter.device.type,
+        "torch": torch.__version__,
+        "notes": notes,
+        "what": list(what),
+        "seconds": time.perf_counter() - started,
+    }
+    return Diagnosis(tuple(records), about)
 
 
 def _signs(model: nn.Module, batches: Iterable[Batch], records: list[Record]) -> Iterator[Alarm]:
@@ -195,22 +211,6 @@ def _blocks(model: nn.Module, selection: BlockSelection) -> list[Block]:
     if not usable:
         raise refusal(chosen)
     return usable
-
-
-def _about(model: nn.Module, inner: nn.Module, records: Iterable[Record], notes: list[str]) -> dict[str, Any]:
-    parameter, made = next(model.parameters(), torch.empty(0)), edits(inner)
-    return {
-        "model": type(inner).__name__,
-        "edits": [f"{edit.kind} {edit.where} {edit.module} {edit.detail}".rstrip() for edit in made],
-        "edited": [
-            {"edit": edit.kind, "where": edit.where, "module": edit.module, "detail": edit.detail}
-            for edit in made
-        ],
-        "images": max((record.images for record in records), default=0),
-        "device": parameter.device.type,
-        "torch": torch.__version__,
-        "notes": notes,
-    }
 
 
 class _Bar:

@@ -30,7 +30,19 @@ class Diagnosis:
 
     Args:
         records: everything measured.
-        about: the model, its edits, the images and what a reader should know beside.
+        about: the model, its edits, the images and notes for the reader.
+
+    >>> from wellposed.records import Record
+    >>> where = {"measure": "kappa", "position": "input"}
+    >>> kappas = [Record(value=8.0, block=0, **where), Record(value=90.0, block=1, **where)]
+    >>> print(Diagnosis(tuple(kappas), {"model": "ViT"}))
+    ViT
+    <BLANKLINE>
+    block  module  input
+    1                 90
+    0                  8
+    kappa (condition number) of the tokens at each position, median over the
+    images; worst block first
     """
 
     records: tuple[Record, ...]
@@ -50,7 +62,7 @@ class Diagnosis:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader should know beside the numbers."""
+        """What a reader should know besides the numbers."""
         notes: list[str] = self.about.setdefault("notes", [])
         return notes
 
@@ -131,7 +143,7 @@ class Diagnosis:
         save_attention(self.records, path, block=block, head=head)
 
     def save(self, folder: str | Path) -> None:
-        """``diagnosis.csv``, ``.json`` and ``.html`` in a folder, which is made if need be."""
+        """``diagnosis.csv``, ``.json`` and ``.html`` in a folder, which is made if needed."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.to_csv(folder / "diagnosis.csv")
@@ -187,7 +199,19 @@ class Diagnosis:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Quantities that two diagnoses share, in pairs."""
+    """Quantities that two diagnoses share, in pairs.
+
+    Args:
+        pairs: a record of each, the largest change first.
+        names: of the two.
+
+    >>> from wellposed.records import Record
+    >>> before, after = (Diagnosis((Record(measure="kappa", value=value, block=0),)) for value in (8.0, 2.0))
+    >>> print(before.compare(after, ("before", "after")))
+    measure  where    before  after  ratio
+    kappa    block 0       8      2   0.25
+    the largest change first
+    """
 
     pairs: tuple[tuple[Record, Record], ...]
     names: tuple[str, str]

@@ -8,8 +8,6 @@ The patches of an image are the rows of a matrix; graying lifts its small singul
 True
 """
 
-import base64
-import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +19,8 @@ from PIL import Image
 from torch import Tensor
 
 from wellposed.calls import GRAY, plain_calls
-from wellposed.graying_pictures import MOST_EPS, PNG, Grayed, GrayedImage, GrayingPictures
-from wellposed.image_files import SUFFIXES, decode
+from wellposed.graying_pictures import MOST_EPS, Grayed, GrayedImage, GrayingPictures
+from wellposed.image_files import SUFFIXES, data_uri, decode
 from wellposed.linalg import condition_number
 from wellposed.nn import PixelGraying
 from wellposed.records import Status
@@ -125,10 +123,7 @@ def squares(pictures: Sequence[Image.Image], side: int) -> Tensor:
 def png(image: Tensor) -> str:
     """An image (C, H, W) from 0 to 1 as a data URI."""
     pixels = (image.clamp(0, 1) * 255).round().to(torch.uint8)
-    picture = Image.fromarray(pixels[0].numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy())
-    file = io.BytesIO()
-    picture.save(file, "PNG", optimize=True)
-    return PNG + base64.b64encode(file.getvalue()).decode()
+    return data_uri(Image.fromarray((pixels[0] if len(pixels) == 1 else pixels.movedim(0, -1)).numpy()))
 
 
 def _kappas(images: Tensor, patch: int) -> list[tuple[float, Status]]:
@@ -139,7 +134,7 @@ def _kappas(images: Tensor, patch: int) -> list[tuple[float, Status]]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """One of each folder, so that they are not all of one class; no further than need be."""
+    """One of each folder, so that they are not all of one class; no further than needed."""
     if not folder.is_dir():
         raise FileNotFoundError(f"expected a folder of images, {folder} is none.")
     for place, folders, names in os.walk(folder):

@@ -10,15 +10,22 @@ expects (:func:`model_transform`); tensors go in as they are.
 [(4, 3, 32, 32), (1, 3, 32, 32)]
 """
 
+import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
 
 from wellposed.anatomy.example import LIBRARIES
-from wellposed.image_files import decode, reason
+from wellposed.image_files import SUFFIXES, decode, reason
 from wellposed.interrupts import uninterrupted
 from wellposed.probes.model_input import (
     Transform,
@@ -31,25 +38,11 @@ from wellposed.probes.model_input import (
     takes_images,
     takes_videos,
 )
-from wellposed.probes.named_inputs import KEYS, NamedBatches, NamedInputs, Source, as_named, pieces, source_of
+from wellposed.probes.named_inputs import DEFAULT_LIMIT, KEYS, NamedBatches, NamedInputs, as_named
 from wellposed.probes.observe import plain, preserved
-
-__all__ = [
-    "DEFAULT_LIMIT",
-    "KEYS",
-    "ImageBatches",
-    "Transform",
-    "expected_size",
-    "first_image",
-    "first_images",
-    "image_batches",
-    "model_transform",
-]
+from wellposed.text import few
 
 Batch = Tensor | NamedInputs
-
-DEFAULT_LIMIT = 32
-"""How many images are taken from a folder, a DataLoader or another iterable unless the caller says."""
 
 
 def image_batches(
@@ -85,7 +78,7 @@ def image_batches(
     if isinstance(images, Iterator):
         images = source_of(images)  # a look at its first item takes it
     if (source := _named_source(images, plain(model))) is not None:
-        return NamedBatches(source, plain(model), batch_size, limit, DEFAULT_LIMIT)
+        return NamedBatches(source, plain(model), batch_size, limit)
     return ImageBatches(images, model, batch_size, limit, transform)
 
 
@@ -103,6 +96,126 @@ def first_image(images: object, model: nn.Module) -> Batch:
     """The first image as a batch of one; the first text without its padding."""
     batch = first_images(images, model, 1)
     return batch if isinstance(batch, Tensor) else batch.take(slice(0, 1)).unpadded()
+
+
+class Source(NamedTuple):
+    """What can be iterated over, in words too.
+
+    ``is_chosen``: the caller picked these images, all of them are meant.
+    """
+
+    items: Iterable[Any]
+    what: str
+    is_chosen: bool
+    folder: Path | None = None
+    shuffles: bool = False
+
+
+def source_of(images: Any) -> Source:
+    """Whatever a user passes as images."""
+    if isinstance(images, Source):
+        return images
+    if isinstance(images, Tensor):
+        return Source([images], "the tensor", True)
+    if isinstance(images, (str, os.PathLike)):
+        return _path_source(Path(images).expanduser())
+    if isinstance(images, (Image.Image, Mapping)):
+        return Source([images], f"the {type(images).__name__}", True)
+    if isinstance(images, (list, tuple)):
+        # What a DataLoader yields, images and labels, is one batch; two tensors of images are two.
+        first, second = (*images, None, None)[:2]
+        is_pair = isinstance(first, Tensor) and first.ndim == 4 and getattr(second, "ndim", 0) != 4
+        return Source([images] if is_pair else images, f"the {type(images).__name__}", True)
+    if isinstance(images, DataLoader):
+        return Source(images, "the DataLoader", False, shuffles=isinstance(images.sampler, RandomSampler))
+    if not isinstance(images, np.ndarray):
+        what = f"the {type(images).__name__}"
+        if isinstance(images, Iterator):
+            return Source(_Replayed(images), what, False)
+        if isinstance(images, Iterable):
+            return Source(images, what, False)
+        if hasattr(images, "__getitem__") and hasattr(images, "__len__"):
+            return Source(_MapStyle(images), what, False)
+    raise TypeError(
+        "images must be a float tensor (B, C, H, W), a path, a list of paths, PIL images or tensors, a "
+        f"DataLoader or a Dataset, got {_kind(images)}."
+    )
+
+
+def _path_source(path: Path) -> Source:
+    if not path.exists():
+        raise FileNotFoundError(f"expected an image or a folder of images, there is no {path}.")
+    if not path.is_dir():
+        return Source([path], str(path), True)
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.suffix.lower() in SUFFIXES and not file.name.startswith(".") and file.is_file()
+    )
+    if not files:
+        raise ValueError(f"expected images in {path} or its folders ({', '.join(SUFFIXES)}), found none.")
+    # One of each folder, then the next of each: the first few dozen are then not all of one class.
+    before: Counter[Path] = Counter()
+    ranked = []
+    for file in files:
+        ranked.append((before[file.parent], file))
+        before[file.parent] += 1
+    turns = ", in turn from its folders" if len(before) > 1 else ""
+    return Source([file for _, file in sorted(ranked)], f"the {len(files)} in {path}{turns}", False, path)
+
+
+@dataclass
+class _Replayed:
+    """An iterator that can start over, because what it has given is kept."""
+
+    iterator: Iterator[Any]
+    given: list[Any] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in itertools.count():
+            if index == len(self.given):
+                try:
+                    self.given.append(next(self.iterator))
+                except StopIteration:
+                    return
+            yield self.given[index]
+
+
+@dataclass
+class _MapStyle:
+    """A Dataset that is read by index."""
+
+    dataset: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.dataset[index] for index in range(len(self.dataset)))
+
+
+def pieces(item: Any, is_inside: bool = False) -> Iterator[Any]:
+    """The tensors, pictures and paths in what a source yields: the images, without labels."""
+    if isinstance(item, (Tensor, Image.Image, str, os.PathLike)):
+        yield item
+    elif isinstance(item, Mapping):
+        key = next((key for key in KEYS if key in item), None)
+        if key is None:
+            raise TypeError(
+                f"expected a dict with one of {', '.join(KEYS)}, got {', '.join(map(str, item))}."
+            )
+        yield from pieces(item[key], is_inside=True)
+    elif isinstance(item, (list, tuple)):
+        # (picture, mask) is an image with its label; a list of pictures is a batch.
+        files = all(isinstance(part, (Image.Image, str, os.PathLike)) for part in item)
+        is_batch = is_inside or (isinstance(item, list) and files)
+        for part in item if is_batch else item[:1]:
+            yield from pieces(part, is_inside=True)
+    else:
+        raise TypeError(f"expected tensors, PIL images or paths of images, got {_kind(item)}.")
+
+
+def _kind(x: object) -> str:
+    if isinstance(x, np.ndarray):
+        return "a NumPy array; torch.from_numpy(x) makes a tensor of it, PIL.Image.fromarray(x) a picture"
+    return type(x).__name__
 
 
 def _named_source(images: object, model: nn.Module) -> Source | None:
@@ -127,11 +240,6 @@ class ImageBatches:
     ``notes`` are sentences for a report. They start over too.
     """
 
-    _source: Source
-    _images_given: object
-    _given_transform: Transform | None
-    _limit: int | None
-
     def __init__(
         self,
         images: object,
@@ -145,16 +253,18 @@ class ImageBatches:
         if isinstance(images, ImageBatches):  # the same images again; what it has counted stays
             limit = min((most for most in (limit, images._limit) if most is not None), default=None)
             transform = transform or images._given_transform
-            self._source, images = images._source, images._images_given
+            self._source: Source = images._source
+            images = images._images_given
         else:
             self._source = source_of(images)
-        self._images_given = images
+        self._images_given: object = images
         self._files = 0
         self._model, self._batch_size = plain(model), batch_size
-        self._transform, self._given_transform = transform, transform
+        self._transform: Transform | None = transform
+        self._given_transform: Transform | None = transform
         self._how = "Files were preprocessed by the transform= that was given."
         self._is_default_limit = limit is None and not self._source.is_chosen
-        self._limit = DEFAULT_LIMIT if self._is_default_limit else limit
+        self._limit: int | None = DEFAULT_LIMIT if self._is_default_limit else limit
 
         self._channels, self._size = expected_channels(self._model), expected_size(self._model)
         self._mode = "L" if channels_of(self._model) == 1 else "RGB"
@@ -230,7 +340,7 @@ class ImageBatches:
             bad = [i for i, image in enumerate(batch.unbind(self._axis)) if not image.isfinite().all()]
             raise ValueError(
                 f"expected finite images, got NaN or infinite values in image {self.count + bad[0]} "
-                f"({batch.dtype}); mend it or leave it out."
+                f"({batch.dtype}); fix it or leave it out."
             )
         self.count += len(group)
         return batch
@@ -301,11 +411,8 @@ class ImageBatches:
         self._check_fits(*x.shape)
         return x
 
-    def _listed(self, most: int = 5) -> str:
-        listed = [f"{name} ({why})" for name, why in self.unreadable[:most]]
-        if len(self.unreadable) > most:
-            listed.append(f"and {len(self.unreadable) - most} more")
-        return "; ".join(listed)
+    def _listed(self) -> str:
+        return few((f"{name} ({why})" for name, why in self.unreadable), 5, "; ")
 
 
 def _shape(x: Tensor) -> str:

@@ -35,9 +35,16 @@ class JacobianSpectrum:
         steps: of the Golub-Kahan process; 0 where dense.
         ends: ``"largest"`` where the smallest was not waited for.
         largest, smallest: both ends, descending, with error bars.
-        rounding: what ``dtype`` cannot tell from zero.
+        rounding: below it ``dtype`` resolves nothing.
         singular_values: all of them, descending, float64; None where matrix-free.
         density: their distribution, where it was asked for.
+
+    >>> import timm, torch
+    >>> from wellposed.probes import jacobian_spectrum
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=16, embed_dim=12, depth=1)
+    >>> found = jacobian_spectrum(model, torch.randn(1, 3, 32, 32), part="ffn", skip=True)
+    >>> found.size, found.kappa.status, len(found.singular_values)
+    (60, 'ok', 60)
     """
 
     block: int

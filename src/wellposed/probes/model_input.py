@@ -19,7 +19,7 @@ Transform = Callable[[Image.Image], Tensor]
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 _HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 # The published checkpoints of these two were trained so, those of the other families with ImageNet's. The
-# defaults of transformers' processor classes do not tell: DINOv2's has the numbers of CLIP, Swin's has 0.5.
+# defaults of transformers' processor classes do not say: DINOv2's has the numbers of CLIP, Swin's has 0.5.
 _HALF_FAMILIES = ("vit", "beit")
 _LIBRARIES = ("timm", "transformers", "torchvision")
 
@@ -27,7 +27,7 @@ _LIBRARIES = ("timm", "transformers", "torchvision")
 def expected_size(model: nn.Module) -> tuple[int, int] | None:
     """The one (height, width) that a model of timm, transformers or torchvision takes.
 
-    None where it takes others too, and for a model of one's own, which may resize its images itself.
+    None where it takes others too, and for your own model, which may resize its images itself.
     """
     model = plain(model)
     if not is_of(model, *_LIBRARIES):
@@ -73,7 +73,7 @@ def takes_videos(model: nn.Module) -> bool:
 
 
 def model_transform(model: nn.Module) -> tuple[Transform, str]:
-    """How an image file becomes this model's input, and a sentence that says it.
+    """How an image file becomes this model's input, and a sentence that says how.
 
     timm: its configuration of the model, at the size that the model was built for. transformers: the image
     processor saved with the model, if it is on this disk; else the size in the configuration and the
@@ -136,7 +136,7 @@ def _settings(model: nn.Module) -> tuple[dict[str, Any], str]:
 
 
 def _saved_processor(model: nn.Module) -> tuple[Any, str] | None:
-    """The image processor of transformers beside the checkpoint that the model is from, and its place."""
+    """The image processor of transformers saved with the checkpoint that the model is from, and its place."""
     part = next((module for module in model.modules() if is_of(module, "transformers")), None)
     place = getattr(part, "name_or_path", "")
     if not place:

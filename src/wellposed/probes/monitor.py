@@ -1,11 +1,4 @@
-"""Kappa, density, norms and gradients during training, for any loop, and alarms where they collapse.
-
->>> import timm, torch
->>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
->>> monitor = Monitor(model, torch.randn(4, 3, 32, 32), every=50)
->>> sorted(monitor(0))[:2], monitor(1)
-(['entropy/0', 'entropy/mean'], {})
-"""
+"""Kappa, density, norms and gradients during training, for any loop, and alarms where they collapse."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -17,8 +10,8 @@ from torch import distributed as dist
 
 from wellposed.anatomy.model import Block, BlockSelection, select
 from wellposed.anatomy.model import blocks as all_blocks
+from wellposed.probes.alarms import Alarm, risen, signs
 from wellposed.probes.attention_maps import no_attention
-from wellposed.probes.collapse import Alarm, risen, signs
 from wellposed.probes.conditioning import ConditioningProbe
 from wellposed.probes.density import DensityProbe
 from wellposed.probes.images import Batch, first_images
@@ -47,11 +40,11 @@ class Monitor:
     | `weight_kappa/<block>`, `weight_stable_rank/<block>` | the worst of its weights, with `weights=True` |
     | `alarm/<name>` | in how many blocks an alarm has just been raised |
 
-    Where the arithmetic cannot tell a kappa, its number is a lower bound, and there is ``KEY/at_least`` too,
+    Where a kappa exceeds float32 resolution, its number is a lower bound, and there is ``KEY/at_least`` too,
     which is 1; :meth:`text` writes the number with its sign. What a block does not have is skipped.
 
-    A sign of a collapse (see :mod:`wellposed.probes.collapse` for their names and thresholds) is an
-    :class:`~wellposed.probes.collapse.Alarm` with the evidence and what to try. It is raised when it appears
+    A sign of a collapse (see :mod:`wellposed.probes.alarms` for their names and thresholds) is an
+    :class:`~wellposed.probes.alarms.Alarm` with the evidence and what to try. It is raised when it appears
     in a block, and again only after it was gone. ``raised`` has those of the last measurement.
 
     The model is seen as it trains: a compiled or DDP-wrapped one may be passed, nothing in it changes, and
@@ -67,6 +60,12 @@ class Monitor:
         weights: measure the weights too.
         on_alarm: gets each alarm; None logs it as a warning of the logger ``wellposed.monitor``, once in a
             distributed run.
+
+    >>> import timm, torch
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+    >>> monitor = Monitor(model, torch.randn(4, 3, 32, 32), every=50)
+    >>> sorted(monitor(0))[:2], monitor(1)
+    (['entropy/0', 'entropy/mean'], {})
     """
 
     def __init__(

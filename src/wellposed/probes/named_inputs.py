@@ -1,6 +1,4 @@
-"""What a model is given: where images come from, and what is not one tensor of images.
-
-That is texts with their masks, sounds, several inputs at once.
+"""What a model is given that is not one tensor of images: texts with their masks, sounds, several inputs.
 
 >>> inputs = NamedInputs({"input_ids": torch.tensor([[5, 6, 7], [8, 9, 0]]),
 ...                       "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])})
@@ -9,149 +7,25 @@ That is texts with their masks, sounds, several inputs at once.
 """
 
 import inspect
-import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler
 
 from wellposed.anatomy.example import Example
 from wellposed.anatomy.masks import hides
-from wellposed.image_files import SUFFIXES
 from wellposed.probes.model_input import image_axis
+
+if TYPE_CHECKING:
+    from wellposed.probes.images import Source
 
 KEYS = ("pixel_values", "image", "images", "img", "x")
 """Where the images are in a batch that is a dict; the first that it has."""
 
-
-class Source(NamedTuple):
-    """What can be iterated over, in words too.
-
-    ``is_chosen``: the caller picked these images, all of them are meant.
-    """
-
-    items: Iterable[Any]
-    what: str
-    is_chosen: bool
-    folder: Path | None = None
-    shuffles: bool = False
-
-
-def source_of(images: Any) -> Source:
-    """Whatever a user passes as images."""
-    if isinstance(images, Source):
-        return images
-    if isinstance(images, Tensor):
-        return Source([images], "the tensor", True)
-    if isinstance(images, (str, os.PathLike)):
-        return _path_source(Path(images).expanduser())
-    if isinstance(images, (Image.Image, Mapping)):
-        return Source([images], f"the {type(images).__name__}", True)
-    if isinstance(images, (list, tuple)):
-        # What a DataLoader yields, images and labels, is one batch; two tensors of images are two.
-        first, second = (*images, None, None)[:2]
-        is_pair = isinstance(first, Tensor) and first.ndim == 4 and getattr(second, "ndim", 0) != 4
-        return Source([images] if is_pair else images, f"the {type(images).__name__}", True)
-    if isinstance(images, DataLoader):
-        return Source(images, "the DataLoader", False, shuffles=isinstance(images.sampler, RandomSampler))
-    if not isinstance(images, np.ndarray):
-        what = f"the {type(images).__name__}"
-        if isinstance(images, Iterator):
-            return Source(_Replayed(images), what, False)
-        if isinstance(images, Iterable):
-            return Source(images, what, False)
-        if hasattr(images, "__getitem__") and hasattr(images, "__len__"):
-            return Source(_MapStyle(images), what, False)
-    raise TypeError(
-        "images must be a float tensor (B, C, H, W), a path, a list of paths, PIL images or tensors, a "
-        f"DataLoader or a Dataset, got {_kind(images)}."
-    )
-
-
-def _path_source(path: Path) -> Source:
-    if not path.exists():
-        raise FileNotFoundError(f"expected an image or a folder of images, there is no {path}.")
-    if not path.is_dir():
-        return Source([path], str(path), True)
-    files = sorted(
-        file
-        for file in path.rglob("*")
-        if file.suffix.lower() in SUFFIXES and not file.name.startswith(".") and file.is_file()
-    )
-    if not files:
-        raise ValueError(f"expected images in {path} or its folders ({', '.join(SUFFIXES)}), found none.")
-    # One of each folder, then the next of each: the first few dozen are then not all of one class.
-    before: Counter[Path] = Counter()
-    ranked = []
-    for file in files:
-        ranked.append((before[file.parent], file))
-        before[file.parent] += 1
-    turns = ", in turn from its folders" if len(before) > 1 else ""
-    return Source([file for _, file in sorted(ranked)], f"the {len(files)} in {path}{turns}", False, path)
-
-
-class _Replayed:
-    """An iterator that can start over, because what it has given is kept."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self.iterator = iterator
-        self.given: list[Any] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        index = 0
-        while True:
-            if index == len(self.given):
-                try:
-                    self.given.append(next(self.iterator))
-                except StopIteration:
-                    return
-            yield self.given[index]
-            index += 1
-
-
-class _MapStyle:
-    """A Dataset that is read by index."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.dataset[index] for index in range(len(self.dataset)))
-
-
-def pieces(item: Any, is_inside: bool = False) -> Iterator[Any]:
-    """The tensors, pictures and paths in what a source yields: the images, without labels."""
-    if isinstance(item, (Tensor, Image.Image, str, os.PathLike)):
-        yield item
-    elif isinstance(item, Mapping):
-        key = next((key for key in KEYS if key in item), None)
-        if key is None:
-            raise TypeError(
-                f"expected a dict with one of {', '.join(KEYS)}, got {', '.join(map(str, item))}."
-            )
-        yield from pieces(item[key], is_inside=True)
-    elif isinstance(item, (list, tuple)):
-        # (picture, mask) is an image with its label; a list of pictures is a batch.
-        files = all(isinstance(part, (Image.Image, str, os.PathLike)) for part in item)
-        is_batch = is_inside or (isinstance(item, list) and files)
-        for part in item if is_batch else item[:1]:
-            yield from pieces(part, is_inside=True)
-    else:
-        raise TypeError(f"expected tensors, PIL images or paths of images, got {_kind(item)}.")
-
-
-def _kind(x: object) -> str:
-    if isinstance(x, np.ndarray):
-        return "a NumPy array; torch.from_numpy(x) makes a tensor of it, PIL.Image.fromarray(x) a picture"
-    return type(x).__name__
-
+DEFAULT_LIMIT = 32
+"""How many images are taken from a folder, a DataLoader or another iterable unless the caller says."""
 
 MASKS = (
     "attention_mask",
@@ -162,7 +36,7 @@ MASKS = (
     "key_padding_mask",
     "padding_mask",
 )
-"""Names of inputs that tell which tokens are padding."""
+"""Names of inputs that say which tokens are padding."""
 
 CONTENTS = (
     "input_ids",
@@ -254,8 +128,8 @@ def as_named(item: Any, model: nn.Module) -> NamedInputs | None:
     taken = {name: x for name, x in tensors.items() if name in names}
     required = [
         name
-        for name in names
-        if parameters[name].default is parameters[name].empty and name in _of_call(parameters)
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
     if any(name not in taken for name in required):
         if any(name in MASKS for name in taken):
@@ -264,10 +138,6 @@ def as_named(item: Any, model: nn.Module) -> NamedInputs | None:
     if not set(taken) - set(KEYS) - {"labels"}:
         return None
     return _prepared(taken, names, image_axis(model))
-
-
-def _of_call(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    return [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def _prepared(taken: dict[str, Any], names: list[str], axis: int = 0) -> NamedInputs:
@@ -288,20 +158,16 @@ class NamedBatches:
     ``count`` is the number of texts so far, ``notes`` are sentences for a report.
     """
 
-    unreadable: tuple[()] = ()
-
-    def __init__(
-        self, source: Source, model: nn.Module, batch_size: int, limit: int | None, default_limit: int
-    ) -> None:
+    def __init__(self, source: "Source", model: nn.Module, batch_size: int, limit: int | None) -> None:
         self.count = 0
         self._source, self._model, self._batch_size = source, model, batch_size
         self._is_default = limit is None and not source.is_chosen
-        self._limit = default_limit if self._is_default else limit
+        self._limit = DEFAULT_LIMIT if self._is_default else limit
 
     def again(self, batch_size: int, limit: int | None) -> "NamedBatches":
         """The same texts in other batches, no more of them."""
         limit = min((most for most in (limit, self._limit) if most is not None), default=None)
-        return NamedBatches(self._source, self._model, batch_size, limit, limit or 1)
+        return NamedBatches(self._source, self._model, batch_size, limit)
 
     @property
     def notes(self) -> list[str]:

@@ -35,6 +35,9 @@ class NonFinite:
         what: a ``"weight"`` before the pass; in the forward pass the ``"output"`` of a module, or the
             ``"loss"``; in the backward pass the ``"gradient"`` by the output of a module or by a parameter.
         name: of the module or parameter; empty for the loss.
+
+    >>> print(NonFinite("output", "blocks.3.mlp"))
+    the first output that is not finite is of blocks.3.mlp
     """
 
     what: What
@@ -60,13 +63,10 @@ class Norms:
     outputs: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def first_bad_output(self) -> str | None:
-        return next((name for name, norm in self.outputs.items() if not is_finite(norm)), None)
 
-    @property
-    def first_bad_gradient(self) -> str | None:
-        return next((name for name, norm in self.gradients.items() if not is_finite(norm)), None)
+def first_bad(norms: dict[str, float]) -> str | None:
+    """The name of the first norm that is not finite."""
+    return next((name for name, norm in norms.items() if not is_finite(norm)), None)
 
 
 @contextlib.contextmanager
@@ -108,6 +108,11 @@ def first_nonfinite(
 
     Returns:
         The first one; None where all is finite.
+
+    >>> import timm, torch
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+    >>> first_nonfinite(model, torch.randn(1, 3, 32, 32)) is None
+    True
     """
     inner = plain(model)
     return first_nonfinite_of(inner, first_images(images, inner, max_images), loss)
@@ -126,7 +131,7 @@ def first_nonfinite_of(
         try:
             with torch.set_grad_enabled(backward), watching_norms(model, backward=backward) as norms:
                 output = run(model, batch)
-                if (bad := norms.first_bad_output) is not None:
+                if (bad := first_bad(norms.outputs)) is not None:
                     return NonFinite("output", bad)
                 if loss is None:
                     return None if is_finite(norm_of(output_of(output))) else NonFinite("output", "the model")
@@ -135,7 +140,7 @@ def first_nonfinite_of(
                     return NonFinite("loss")
                 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
                 torch.autograd.grad(value, trained, allow_unused=True)
-                bad = norms.first_bad_gradient
+                bad = first_bad(norms.gradients)
                 return None if bad is None else NonFinite("gradient", bad)
         finally:
             with torch.no_grad():  # running statistics

@@ -112,7 +112,7 @@ class Calls:
         return self._count.get(block.index, 0) > 1
 
     def padding(self, block: Block, tokens: Tensor) -> Tensor | str | None:
-        """Which of the tokens (B, N, D) of a block are padding (B, N), or why that cannot be told."""
+        """Which of the tokens (B, N, D) of a block are padding (B, N), or why that is not known."""
         found = self._of.get(block.index)
         if isinstance(found, Tensor) and found.shape != tokens.shape[:2]:
             return _unmatched(tokens.shape[1], found.shape[1])
@@ -174,39 +174,27 @@ def watching_tokens(found: list[Block], see: See) -> Iterator[None]:
     """Inside, every forward pass shows its tokens to ``see``.
 
     Positions: ``input``, and for each of the block's joins ``<role>.branch`` (what the branch adds,
-    without its skip), ``<role>.skip`` and ``<role>.sum`` (what goes on).
+    without its skip), ``<role>.skip`` and ``<role>.sum`` (what leaves the join).
     """
+
+    def enter(block: Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        let_through()
+        if not is_repeated(block):
+            see(block, "input", tokens_of(block, stream_of(block, args, kwargs)))
+
+    def add(block: Block, join: Join, args: tuple[Tensor, Tensor], output: Tensor) -> None:
+        if not is_repeated(block):
+            skip, branch = args
+            for part, x in (("skip", skip), ("branch", branch), ("sum", output)):
+                see(block, f"{join.name}.{part}", tokens_of(block, x))
+
     handles: list[Any] = []
     with removing(handles):
         for block in found:
-            handles.append(block.module.register_forward_pre_hook(_InputHook(block, see), with_kwargs=True))
+            handles.append(block.module.register_forward_pre_hook(partial(enter, block), with_kwargs=True))
             for join in block_joins(block.module, block.row):
-                handles.append(join.register_forward_hook(_JoinHook(block, see)))
+                handles.append(join.register_forward_hook(partial(add, block)))
         yield
-
-
-class _InputHook:
-    def __init__(self, block: Block, see: See) -> None:
-        self.block, self.see = block, see
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        let_through()
-        if is_repeated(self.block):
-            return
-        self.see(self.block, "input", tokens_of(self.block, stream_of(self.block, args, kwargs)))
-
-
-class _JoinHook:
-    def __init__(self, block: Block, see: See) -> None:
-        self.block, self.see = block, see
-
-    def __call__(self, join: nn.Module, args: tuple[Tensor, Tensor], output: Tensor) -> None:
-        assert isinstance(join, Join)
-        if is_repeated(self.block):
-            return
-        skip, branch = args
-        for part, x in (("skip", skip), ("branch", branch), ("sum", output)):
-            self.see(self.block, f"{join.name}.{part}", tokens_of(self.block, x))
 
 
 def layout_of(block: Block) -> Any:

@@ -1,6 +1,6 @@
 """Which part of a model each of its parameters belongs to: a block, a block's attention or FFN, the rest.
 
-To a block belongs what its module holds. Inside a block the graph that autograd records tells the parts,
+A block owns what its module holds. Inside a block the graph that autograd records shows the parts,
 whatever the family calls its modules: a parameter belongs to the first branch that it has a say in, and one
 that acts on the stream itself (the norm after an add) belongs to the branch added before it.
 

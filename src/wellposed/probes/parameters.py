@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from wellposed.anatomy.model import Block, BlockSelection, select
 from wellposed.anatomy.model import blocks as all_blocks
@@ -31,10 +30,11 @@ from wellposed.linalg import condition_number, singular_values, stable_rank
 from wellposed.linalg.spectrum import estimator, tolerance
 from wellposed.probes.images import Batch, image_batches
 from wellposed.probes.named_inputs import NamedInputs, run
+from wellposed.probes.nonfinite import norm_of
 from wellposed.probes.ntk_gradients import output_of
 from wellposed.probes.observe import observed, plain, preserved
-from wellposed.probes.passes import Sample, summarize
-from wellposed.records import Record, dtype_name
+from wellposed.probes.passes import Sample, place_of, summarize
+from wellposed.records import Record, Status, dtype_name, not_measured
 
 
 def weight_spectra(model: nn.Module, *, blocks: BlockSelection = None, example: Any = None) -> list[Record]:
@@ -43,11 +43,16 @@ def weight_spectra(model: nn.Module, *, blocks: BlockSelection = None, example: 
     Args:
         model: a model that :func:`wellposed.anatomy.blocks` knows; left as it was.
         blocks: an index, a slice, several indices, or None for all.
-        example: an input of a model of one's own. A run shows how its weights pack queries, keys and values;
+        example: an input of your own model. A run shows how its weights pack queries, keys and values;
             where that is not known, or is not one after another, a packed weight is measured as one.
 
     Returns:
         Two records a weight; the position is the layer's path in its block.
+
+    >>> import timm
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
+    >>> [record.position for record in weight_spectra(model, blocks=1)][::2][-2:]
+    ['mlp.fc1', 'mlp.fc2']
     """
     model = plain(model)
     found = select(all_blocks(model, example), blocks)
@@ -79,19 +84,18 @@ def _weights(block: Block, projections: list[ProjectionLayer] | str) -> Iterator
 
 
 def _records(block: Block, position: str, weight: Tensor) -> Iterator[Record]:
-    where = {"block": block.index, "module": block.name, "position": position}
-    made = {"dtype": dtype_name(weight.dtype), "note": f"{weight.shape[0]} x {weight.shape[1]}"}
+    where = place_of(block, position, dtype=dtype_name(weight.dtype))
+    size = f"{weight.shape[0]} x {weight.shape[1]}"
     values = singular_values(weight[None])
     kappa, at_least = condition_number(weight[None], singular_values=values)
     if not values.isfinite().all():
-        made["note"] += "; it has values that are not finite"
         for measure in ("weight kappa", "weight stable rank"):
-            yield Record(measure=measure, value=None, status="not measured", **where, **made)  # type: ignore[arg-type]
+            yield not_measured(measure, f"{size}; it has values that are not finite", **where)
         return
-    made |= {"estimator": estimator(weight[None]), "tolerance": tolerance(weight[None])}  # type: ignore[dict-item]
-    status = "at least" if at_least.item() else "ok"
-    yield Record(measure="weight kappa", value=kappa.item(), status=status, **where, **made)  # type: ignore[arg-type]
-    yield Record(measure="weight stable rank", value=stable_rank(values).item(), **where, **made)  # type: ignore[arg-type]
+    where |= {"note": size, "estimator": estimator(weight[None]), "tolerance": tolerance(weight[None])}
+    status: Status = "at least" if at_least.item() else "ok"
+    yield Record(measure="weight kappa", value=kappa.item(), status=status, **where)
+    yield Record(measure="weight stable rank", value=stable_rank(values).item(), **where)
 
 
 IMAGES = 4
@@ -106,7 +110,7 @@ def norms_in_place(found: Sequence[Block]) -> dict[int, float]:
     """By block, the norm of the gradients that lie in its parameters; those without any are not there."""
     norms = {}
     for block in found:
-        gradients = [_whole(p.grad) for p in block.module.parameters() if p.grad is not None]
+        gradients = [p.grad for p in block.module.parameters() if p.grad is not None]
         if gradients:
             norms[block.index] = _norm(gradients)
     return norms
@@ -178,9 +182,4 @@ def in_one_direction(output: Any) -> Tensor:
 
 
 def _norm(gradients: Sequence[Tensor]) -> float:
-    norms = [float(gradient.double().norm()) for gradient in gradients]
-    return float(torch.tensor(norms, dtype=torch.float64).norm())
-
-
-def _whole(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return float(torch.tensor(list(map(norm_of, gradients)), dtype=torch.float64).norm())

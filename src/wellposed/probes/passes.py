@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from wellposed import stats
 from wellposed.anatomy.model import Block
 from wellposed.anatomy.trace import without_fast_path
 from wellposed.interrupts import let_through, uninterrupted
@@ -19,7 +20,7 @@ from wellposed.records import Record
 
 
 class Probe(Protocol):
-    """Collects what it sees inside :meth:`watching` and tells it in :meth:`records`."""
+    """Collects what it sees inside :meth:`watching` and reports it in :meth:`records`."""
 
     def watching(self) -> contextlib.AbstractContextManager[None]: ...
 
@@ -31,7 +32,7 @@ def forward_passes(
 ) -> list[Record]:
     """The records of the probes that ``make_probes`` makes for the model's blocks, over all batches."""
     model = plain(model)
-    # Tensors of inference mode would not tell when they are changed in place.
+    # Tensors of inference mode would not show when they are changed in place.
     with uninterrupted(), observed(model) as found, torch.inference_mode(False), torch.no_grad():
         probes = make_probes(found)
         with contextlib.ExitStack() as watching:
@@ -57,34 +58,35 @@ class Sample(NamedTuple):
 
 def median(sample: Sample) -> tuple[float, bool]:
     """The median of the finite values, NaN if there is none, and whether it is only a lower bound."""
-    told = _told(sample)
-    if not told:
+    finite, flags = _finite(sample)
+    if not finite:
         return math.nan, False
-    middle = statistics.median(value for value, _ in told)
-    capped = [value for value, is_bound in told if is_bound]
-    # A value that may be larger than it is given can lift the median unless it lies above it already.
-    return middle, any(value <= middle for value in capped) or 2 * len(capped) >= len(told)
+    found = stats.median(finite, flags)
+    return found.value, found.at_least
 
 
 def summarize(measure: str, sample: Sample, *, note: str = "", **where: Any) -> Record:
     """The record of a sample: median, quartiles, and the values of all images."""
-    values, told = sample.values.tolist(), _told(sample)
-    bad, capped = len(values) - len(told), sum(is_bound for _, is_bound in told)
-    said = [note] if note else []
-    if bad:
-        said.append(f"{bad} of {len(values)} images have non-finite values")
-    if capped:
-        said.append(f"a lower bound for {capped} of {len(values)} images")
-    fields: dict[str, Any] = {**where, "measure": measure, "images": len(told), "note": "; ".join(said)}
+    values, (finite, flags) = sample.values.tolist(), _finite(sample)
+    notes = [note] if note else []
+    if bad := len(values) - len(finite):
+        notes.append(f"{bad} of {len(values)} images have non-finite values")
+    if bounds := sum(flags):
+        notes.append(f"a lower bound for {bounds} of {len(values)} images")
+    fields: dict[str, Any] = {**where, "measure": measure, "images": len(finite), "note": "; ".join(notes)}
     fields["samples"] = tuple(value if math.isfinite(value) else None for value in values)
     if sample.at_least is not None:
         fields["at_least"] = tuple(index for index, flag in enumerate(sample.at_least.tolist()) if flag)
-    if not told:
+    if not finite:
         return Record(value=None, status="not measured", **fields)
     middle, is_bound = median(sample)
-    good = [value for value, _ in told]
-    low, _, high = statistics.quantiles(good, n=4, method="inclusive") if len(good) > 1 else good * 3
+    low, _, high = statistics.quantiles(finite, n=4, method="inclusive") if len(finite) > 1 else finite * 3
     return Record(value=middle, low=low, high=high, status="at least" if is_bound else "ok", **fields)
+
+
+def place_of(block: Block, position: str, **more: Any) -> dict[str, Any]:
+    """Fields of a record: where it was measured."""
+    return {"block": block.index, "module": block.name, "position": position, **more}
 
 
 def span(values: Iterable[int]) -> str:
@@ -97,8 +99,9 @@ def span(values: Iterable[int]) -> str:
     return "-".join(str(value) for value in sorted({min(found), max(found)}))
 
 
-def _told(sample: Sample) -> list[tuple[float, bool]]:
-    """The finite values, each with whether it is a lower bound."""
+def _finite(sample: Sample) -> tuple[list[float], list[bool]]:
+    """The finite values, and whether each is a lower bound."""
     values = sample.values.tolist()
     flags = [False] * len(values) if sample.at_least is None else sample.at_least.tolist()
-    return [pair for pair in zip(values, flags, strict=True) if math.isfinite(pair[0])]
+    known = [place for place, value in enumerate(values) if math.isfinite(value)]
+    return [values[place] for place in known], [flags[place] for place in known]

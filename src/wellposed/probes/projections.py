@@ -1,9 +1,9 @@
 """The weights of a block's attention, feed-forward and depthwise convolution, and what goes into them.
 
 Libraries name and pack the same three projections in their own ways: one ``qkv``, a ``q`` and a ``kv``,
-three layers, one parameter of ``nn.MultiheadAttention``; with biases beside the layer (BEiT, EVA) or none for
-the keys; with the weight the other way round (GPT-2). Here they all come out as maps x -> x W + b, in
-float64.
+three layers, one parameter of ``nn.MultiheadAttention``; with biases kept apart from the layer (BEiT, EVA)
+or none for the keys; with the weight the other way round (GPT-2). Here they all come out as maps
+x -> x W + b, in float64.
 
 The inputs are read off the calls that use the weights: some libraries call the layer, others only
 ``F.linear`` with its weight, which no hook on the layer would see.
@@ -28,6 +28,7 @@ from wellposed.anatomy.projections import OUTPUTS, PROJECTIONS, head_count
 from wellposed.anatomy.table import to_tokens
 from wellposed.linalg.precision import in_float64
 from wellposed.probes.observe import layout_of
+from wellposed.text import few
 
 Input = Literal["q", "k", "v", "ffn", "convolution"]
 SeeInput = Callable[[Block, Input, Tensor], None]
@@ -104,7 +105,7 @@ class AttentionProjections:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """First and last layer of an MLP; of a gated one, ``first`` is the layer beside the gate."""
+    """First and last layer of an MLP; of a gated one, ``first`` is the one that is not the gate."""
 
     first: Map
     last: Map
@@ -130,7 +131,7 @@ def attention_projections(block: Block) -> AttentionProjections:
     sources: dict[str, Tensor] = {}
     for letters, layer in layers.items():
         assert layer is not None
-        # Of a parametrization the weight is another tensor at each look: nobody can tell who uses it.
+        # Of a parametrization the weight is another tensor at each look: it is not known who uses it.
         if is_parametrized(layer.module):
             raise ValueError(f"expected plain weights in {name}, got a parametrization; remove it first.")
         bias = _bias(attention, letters, layer)
@@ -174,20 +175,20 @@ def feed_forward(block: Block) -> FeedForward | str:
         hidden = last.inputs
         plain = [name for name, layer in layers.items() if layer.outputs == hidden]
         packed = [name for name, layer in layers.items() if layer.outputs == 2 * hidden]
-        beside_gate = [name for name in plain if name not in _GATES]
+        ungated = [name for name in plain if name not in _GATES]
         last_map = last.map()
         if len(plain) == 1:
             first = layers[plain[0]]
             return FeedForward(first.map(), last_map, first.source, _between(parent))
-        if len(plain) == 2 and len(beside_gate) == 1:
-            first = layers[beside_gate[0]]
-            return FeedForward(first.map(), last_map, first.source, f"gated: W1 is {beside_gate[0]}")
+        if len(plain) == 2 and len(ungated) == 1:
+            first = layers[ungated[0]]
+            return FeedForward(first.map(), last_map, first.source, f"gated: W1 is {ungated[0]}")
         if len(packed) == 1:
             first = layers[packed[0]]
             # timm's GluMlp takes the gate from either half, everyone else from the first.
             half = slice(0, hidden) if getattr(parent, "gate_last", False) else slice(hidden, None)
             first_map = _map(first.weight[half], None if first.bias is None else first.bias[half])
-            remark = f"gated: W1 is the half of {packed[0]} beside the gate"
+            remark = f"gated: W1 is the half of {packed[0]} that is not the gate"
             return FeedForward(first_map, last_map, first.source, remark)
     raise _unknown(place.name.rpartition(".")[0], parent, "the first linear layer of an MLP")
 
@@ -220,8 +221,8 @@ def watching_inputs(sources: list[tuple[Block, dict[str, Tensor]]], see: SeeInpu
         for kind, weight in weights.items():
             if id(weight) in watched:
                 raise ValueError(
-                    f"{block.name} and {watched[id(weight)][0].name} share their weights, what goes into one "
-                    "cannot be told from the other; choose one of them with blocks=."
+                    f"{block.name} and {watched[id(weight)][0].name} share their weights, so their inputs "
+                    "cannot be told apart; choose one of them with blocks=."
                 )
             watched[id(weight)] = (block, kind)
     with _Calls(watched, see):
@@ -283,10 +284,10 @@ def _of_multihead_attention(name: str, attention: nn.MultiheadAttention) -> Atte
 
 
 def _bias(attention: nn.Module, letters: str, layer: _Layer) -> Tensor | None:
-    beside = [getattr(attention, f"{letter}_bias", None) for letter in "qkv"]
-    if letters == "qkv" and layer.bias is None and isinstance(beside[0], Tensor):
-        q = beside[0]
-        parts = [b if isinstance(b, Tensor) else torch.zeros_like(q) for b in beside]
+    biases = [getattr(attention, f"{letter}_bias", None) for letter in "qkv"]
+    if letters == "qkv" and layer.bias is None and isinstance(biases[0], Tensor):
+        q = biases[0]
+        parts = [b if isinstance(b, Tensor) else torch.zeros_like(q) for b in biases]
         return torch.cat([part.detach() for part in parts])
     if letters == "qkv" and layer.bias is not None and hasattr(attention, "logit_scale"):
         # torchvision's Swin V2 sets the keys' part of the bias to zero when it runs.
@@ -343,8 +344,7 @@ def _patterns() -> str:
 
 def _unknown(name: str, module: nn.Module, wanted: str) -> ValueError:
     def those(is_one: Callable[[nn.Module], bool]) -> str:
-        paths = [path for path, child in module.named_modules() if path and is_one(child)]
-        return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+        return few(path for path, child in module.named_modules() if path and is_one(child))
 
     found = "no linear layer"
     if linears := those(lambda child: _layer(child) is not None):

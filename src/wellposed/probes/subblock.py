@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from wellposed.anatomy.masks import mask_reader
 from wellposed.anatomy.model import Block, select
 from wellposed.anatomy.seam import Join, block_joins
+from wellposed.anatomy.trace import without_fast_path
 from wellposed.errors import SeamError, WrappedModelError
 from wellposed.interrupts import let_through, uninterrupted
 from wellposed.linalg.precision import without_autocast
@@ -188,17 +189,12 @@ def _ends(own: nn.Module, block: Block, part: str) -> tuple[Join | None, Join | 
 @contextlib.contextmanager
 def _without_fused_attention() -> Iterator[None]:
     """Attention as plain products: the fused kernels lack forward mode and second derivatives."""
-    was = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(was)
+    with without_fast_path(), sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 class _Reached(Exception):  # noqa: N818
-    """Carries the tokens out of a forward that need not go on."""
+    """Carries the tokens out of a forward that need not continue."""
 
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()

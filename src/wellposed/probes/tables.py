@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wellposed.linalg import KAPPA_LIMIT
-from wellposed.records import BOUNDED, VERDICTS, Record, short
+from wellposed.records import BOUNDED, VERDICTS, Record, of_outputs, short
 from wellposed.text import aligned
 
 _IN_GRIDS = {
@@ -41,29 +41,42 @@ _NOT_SHOWN = (
 )
 MOST_PAIRS = 40
 _BLOCK = ("block", "module")
-_NUMBERS = ("kappa", "entropy", "value", "least", "most", "in block")
-"""What titles of columns of numbers begin with; in a table of blocks all but the first two are."""
 TOKEN_MEASURES = ("token norm", "outlier tokens", "norm kurtosis", "mean share")
 
 WIDTH = 80
 """Columns of a terminal, which captions keep to."""
 
 
+Pair = tuple[Record, Record]
+
+
 @dataclass(frozen=True)
 class Table:
-    """Titles, rows of cells, and a heat from 0 (good) to 1 (bad) for those cells that have one."""
+    """Rows of cells under titles.
+
+    Args:
+        caption: what they say.
+        titles: of the columns.
+        rows: one text a column.
+        right: columns of numbers, which a terminal aligns to the right.
+        lines: the titles for a terminal, where they take several lines.
+        heat: of each cell, from 0 (good) to 1 (bad), None for no colour; empty for a table without colours.
+    """
 
     caption: str
     titles: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    heat: tuple[tuple[float | None, ...], ...]
+    right: Sequence[int] = ()
+    lines: Sequence[tuple[str, ...]] = ()
+    heat: Sequence[tuple[float | None, ...]] = ()
 
 
 def block_table(records: Sequence[Record]) -> Table:
     """One row a block: kappa at its positions, and the entropy of its attention. The worst block first."""
     kappas = {(r.block, r.position): r for r in records if r.measure == "kappa" and r.head is None}
     entropies = {r.block: r for r in records if r.measure == "entropy" and r.head is None}
-    positions = _shown_positions(kappas)
+    # A skip carries what came before it.
+    positions = [each for each in dict.fromkeys(where for _, where in kappas) if not each.endswith(".skip")]
     names = {r.block: r.module for r in (*kappas.values(), *entropies.values())}
     worst_first = sorted(names, key=lambda block: _badness(block, kappas), reverse=True)
     rows, heat = [], []
@@ -71,9 +84,13 @@ def block_table(records: Sequence[Record]) -> Table:
         cells = [kappas.get((block, position)) for position in positions]
         density = [_four_digits(entropies.get(block))] if entropies else []
         rows.append((str(block), names[block], *map(_text, cells), *density))
-        heat.append((None, None, *(None if r is None else _heat(r) for r in cells), *(None for _ in density)))
-    titles = (*_BLOCK, *(f"kappa {position}" for position in positions))
-    titles += ("entropy",) if entropies else ()
+        heat.append((None, None, *map(_heat, cells), *(None for _ in density)))
+    last = ("entropy",) if entropies else ()
+    titles = (*_BLOCK, *(f"kappa {position}" for position in positions), *last)
+    # A terminal has roles above parts, and no kappa, which is in the caption.
+    parts = [position.rpartition(".") for position in positions]
+    lines = [("", "", *(role for role, _, _ in parts), *("" for _ in last))]
+    lines += [(*_BLOCK, *(dot + part for _, dot, part in parts), *last)]
     said = []
     if kappas:
         said.append("kappa (condition number) of the tokens at each position, median over the images")
@@ -84,22 +101,22 @@ def block_table(records: Sequence[Record]) -> Table:
         said.append("≥ is a lower bound: float32 resolves no more")
     if sum(_is_ranked_by_a_bound(block, kappas) for block in names) > 1:
         said.append("blocks ranked by a bound have no order among them")
-    return Table("; ".join(said), titles, tuple(rows), tuple(heat))
+    right = range(len(_BLOCK), len(titles))
+    return Table("; ".join(said), titles, tuple(rows), right, [line for line in lines if any(line)], heat)
 
 
 def token_table(records: Sequence[Record]) -> Table:
     """Where the tokens of the blocks' outputs are most and least alike, and most and least unequal."""
-    last = {r.block: r.position for r in records if r.position.endswith(".sum")}
     rows = []
     for measure in ("outlier tokens", "mean share"):
-        found = [r for r in records if r.measure == measure and r.position == last.get(r.block)]
-        told = sorted((r for r in found if r.value is not None), key=lambda r: r.value or 0.0)
-        if told:
-            ends = (told[0], told[-1])
+        found = [r for r in of_outputs(records) if r.measure == measure and r.value is not None]
+        if found:
+            found.sort(key=lambda r: r.value or 0.0)
+            ends = (found[0], found[-1])
             rows.append((measure, *(cell for r in ends for cell in (r.text(), str(r.block)))))
     titles = ("tokens of the outputs", "least", "in block", "most", "in block")
     caption = "outlier tokens: the longest over the median one; mean share: of the square norm, the mean's"
-    return Table(caption, titles, tuple(rows), tuple((None,) * len(titles) for _ in rows))
+    return Table(caption, titles, tuple(rows), right=range(1, len(titles)))
 
 
 def grid_tables(records: Sequence[Record]) -> list[Table]:
@@ -116,18 +133,18 @@ def grid_tables(records: Sequence[Record]) -> list[Table]:
             for block, name in names.items()
         ]
         titles = (*_BLOCK, *(position or measure for position in positions))
-        heat = tuple((None,) * len(titles) for _ in rows)
-        tables.append(Table(f"{measure}: {words}", titles, tuple(rows), heat))
+        tables.append(
+            Table(f"{measure}: {words}", titles, tuple(rows), right=range(len(_BLOCK), len(titles)))
+        )
     return tables
 
 
 def rest_table(records: Sequence[Record]) -> Table:
     """What the other tables do not hold: Jacobian and NTK."""
-    elsewhere = (*_IN_BLOCK_TABLE, *_NOT_SHOWN)
-    shown = [r for r in records if r.measure not in elsewhere and not _is_bounded(r) and r.head is None]
-    rows = tuple((r.measure, _place(r), r.text(), _bar(r), r.note) for r in shown)
-    titles = ("measure", "where", "value", "error bar", "note")
-    return Table("", titles, rows, tuple((None,) * len(titles) for _ in rows))
+    elsewhere = (*_IN_BLOCK_TABLE, *_NOT_SHOWN, *BOUNDED)
+    shown = [r for r in records if r.measure not in elsewhere and not r.verdicts and r.head is None]
+    rows = [(r.measure, _place(r), r.text(), _bar(r), r.note) for r in shown]
+    return Table("", ("measure", "where", "value", "error bar", "note"), tuple(rows), right=(2,))
 
 
 def bounds_table(records: Sequence[Record]) -> Table:
@@ -143,28 +160,24 @@ def bounds_table(records: Sequence[Record]) -> Table:
     for name, group in groups.items():
         counts = (str(sum(counts)) for counts in zip(*(record.verdicts for record in group), strict=True))
         margins = [record.margins for record in group if record.margins]
-        told = ("-", "-")
+        shown = ("-", "-")
         if margins:
             typical, smallest = zip(*margins, strict=True)
-            told = (f"x{short(statistics.median(typical))}", f"x{short(min(smallest))}")
-        rows.append((name, *counts, *told))
+            shown = (f"x{short(statistics.median(typical))}", f"x{short(min(smallest))}")
+        rows.append((name, *counts, *shown))
     titles = ("bound", *VERDICTS, "median margin", "smallest")
-    caption = "how many images, windows and heads; margin: bound / measured"
-    return Table(caption, titles, tuple(rows), tuple((None,) * len(titles) for _ in rows))
+    return Table("how many images, windows and heads; margin: bound / measured", titles, tuple(rows))
 
 
-def pair_table(pairs: Sequence[tuple[Record, Record]], names: tuple[str, str]) -> Table:
+def pair_table(pairs: Sequence[Pair], names: tuple[str, str]) -> Table:
     """Pairs of records, as :func:`most_changed_first` sorts them, and their ratio."""
-    told = [(a, b) for a, b in pairs if a.value is not None and b.value is not None]
-    rows = [(a.measure, _place(a), a.text(), b.text(), _ratio(a, b)) for a, b in told[:MOST_PAIRS]]
+    known = [(a, b) for a, b in pairs if a.value is not None and b.value is not None]
+    rows = [(a.measure, _place(a), a.text(), b.text(), _ratio(a, b)) for a, b in known[:MOST_PAIRS]]
     titles = ("measure", "where", *names, "ratio")
-    heat = tuple((None, None, _heat(a), _heat(b), None) for a, b in told[:MOST_PAIRS])
-    left = len(told) - len(rows)
+    heat = [(None, None, _heat(a), _heat(b), None) for a, b in known[:MOST_PAIRS]]
+    left = len(known) - len(rows)
     caption = "the largest change first" + (f"; {left} more pairs in .pairs" if left else "")
-    return Table(caption, titles, tuple(rows), heat)
-
-
-Pair = tuple[Record, Record]
+    return Table(caption, titles, tuple(rows), heat=heat)
 
 
 def most_changed_first(pairs: Sequence[Pair]) -> list[Pair]:
@@ -196,15 +209,13 @@ def as_text(table: Table) -> str:
     """The table for a terminal, in 80 columns for most models."""
     if not table.rows:
         return ""
-    first = len(_BLOCK) if table.titles[: len(_BLOCK)] == _BLOCK else len(table.titles)
-    numbers = tuple(i for i, title in enumerate(table.titles) if i >= first or title.startswith(_NUMBERS))
     rows, caption = table.rows, table.caption
     if "module" in table.titles:
         at = table.titles.index("module")
         shared = _shared_path([row[at] for row in rows])
         rows = tuple((*row[:at], row[at].removeprefix(shared), *row[at + 1 :]) for row in rows)
         caption = f"modules are in {shared.removesuffix('.')}; {caption}" if shared else caption
-    text = aligned([*_stacked(table.titles), *rows], right=numbers)
+    text = aligned([*(table.lines or [table.titles]), *rows], right=table.right)
     return f"{text}\n{textwrap.fill(caption, WIDTH)}" if caption else text
 
 
@@ -219,32 +230,15 @@ def _shared_path(names: Sequence[str]) -> str:
     return "".join(f"{level[0]}." for level in itertools.takewhile(lambda level: len({*level}) == 1, levels))
 
 
-def _stacked(titles: Sequence[str]) -> list[tuple[str, ...]]:
-    """Titles of positions in two lines, without the word kappa, which the caption has.
-
-    >>> _stacked(["block", "kappa attention.sum"])
-    [('', 'attention'), ('block', '.sum')]
-    """
-    if not any(title.startswith("kappa ") for title in titles):
-        return [tuple(titles)]
-    cells = []
-    for title in titles:
-        measure, _, position = title.rpartition(" ")
-        role, dot, part = position.rpartition(".")
-        cells.append((role, dot + part) if measure == "kappa" else ("", title))
-    lines = list(zip(*cells, strict=True))
-    return [line for line in lines if any(line)]
-
-
 def as_html(title: str, tables: Sequence[Table], lines: Sequence[str]) -> str:
     parts = [f"<div class='wellposed'><p><b>{html.escape(title)}</b></p>"]
     for table in tables:
         if not table.rows:
             continue
         head = "".join(f"<th style='text-align:left'>{html.escape(name)}</th>" for name in table.titles)
+        heat = table.heat or [(None,) * len(table.titles)] * len(table.rows)
         body = "".join(
-            "<tr>" + "".join(_cell(text, heat) for text, heat in zip(row, heats, strict=True)) + "</tr>"
-            for row, heats in zip(table.rows, table.heat, strict=True)
+            f"<tr>{''.join(map(_cell, row, heats))}</tr>" for row, heats in zip(table.rows, heat, strict=True)
         )
         parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
         parts.append(f"<p>{html.escape(table.caption)}</p>" if table.caption else "")
@@ -260,12 +254,6 @@ def _cell(text: str, heat: float | None) -> str:
     return f"<td{style}>{html.escape(text)}</td>"
 
 
-def _shown_positions(kappas: dict[tuple[int | None, str], Record]) -> list[str]:
-    """All positions, but a skip only where it is not what came before anyway."""
-    present = list(dict.fromkeys(position for _, position in kappas))
-    return [position for position in present if not position.endswith(".skip")]
-
-
 def _badness(block: int | None, kappas: dict[tuple[int | None, str], Record]) -> tuple[float, float, int]:
     logs = [r.log or 0.0 for (index, _), r in kappas.items() if index == block and r.value is not None]
     return (max(logs, default=0.0), sum(logs), -(block or 0))
@@ -276,10 +264,10 @@ def _is_ranked_by_a_bound(block: int | None, kappas: dict[tuple[int | None, str]
     return bool(own) and max(own, key=lambda r: r.log or 0.0).status == "at least"
 
 
-def _heat(record: Record) -> float | None:
-    if "kappa" not in record.measure or record.value is None:
+def _heat(record: Record | None) -> float | None:
+    if record is None or "kappa" not in record.measure or record.log is None:
         return None
-    return min(max(math.log(record.value) / math.log(KAPPA_LIMIT), 0.0), 1.0) if record.value > 0 else None
+    return min(max(record.log / math.log(KAPPA_LIMIT), 0.0), 1.0)
 
 
 def _text(record: Record | None) -> str:
@@ -287,12 +275,8 @@ def _text(record: Record | None) -> str:
 
 
 def _four_digits(record: Record | None) -> str:
-    # Dense attention has an entropy near 1, and its last digits tell the blocks apart.
+    # Dense attention has an entropy near 1, and its last digits distinguish the blocks.
     return "-" if record is None or record.value is None else f"{record.value:.4f}"
-
-
-def _is_bounded(record: Record) -> bool:
-    return bool(record.verdicts) or record.measure in BOUNDED
 
 
 def _place(record: Record) -> str:

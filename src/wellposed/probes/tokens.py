@@ -16,7 +16,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +24,8 @@ from wellposed.anatomy.model import Block, BlockSelection, select
 from wellposed.linalg.precision import in_float64
 from wellposed.probes.images import image_batches
 from wellposed.probes.observe import padding_of, watching_tokens
-from wellposed.probes.passes import Sample, forward_passes, summarize
-from wellposed.records import Record, dtype_name
+from wellposed.probes.passes import Sample, forward_passes, place_of, summarize
+from wellposed.records import Record, dtype_name, not_measured
 
 TOLERANCE = 1e-9
 """Relative error: 1e-15 of the norms, which the kurtosis of norms that are nearly alike amplifies."""
@@ -129,23 +128,15 @@ class TokenProbe:
 def _measured(tokens: Tensor) -> Tensor:
     """(measures, images) of the tokens (B, N, D)."""
     if not tokens.shape[-2]:
-        return torch.tensor([0.0, *[math.nan] * (len(MEASURES) - 1)], dtype=torch.float64)[:, None].expand(
-            -1, len(tokens)
-        )
+        return torch.tensor([[0.0], *[[math.nan]] * (len(MEASURES) - 1)]).double().expand(-1, len(tokens))
     wide = in_float64(tokens)
     return torch.stack([measure(wide) for measure in MEASURES.values()]).cpu()
 
 
 def _records(block: Block, position: str, seen: _Seen) -> Iterator[Record]:
-    where: dict[str, Any] = {
-        "block": block.index,
-        "module": block.name,
-        "position": position,
-        "dtype": seen.dtype,
-    }
+    where = place_of(block, position, dtype=seen.dtype)
     if seen.unknown:
-        for measure in MEASURES:
-            yield Record(measure=measure, value=None, status="not measured", note=seen.unknown, **where)
+        yield from (not_measured(measure, seen.unknown, **where) for measure in MEASURES)
         return
     values = dict(zip(MEASURES, torch.cat(seen.values, dim=1), strict=True))
     note = "without padding" if seen.padded else ""

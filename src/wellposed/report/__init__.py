@@ -3,9 +3,9 @@
 ``wellposed report RUN_OR_DIAGNOSIS... -o report.html`` is :func:`write_report`.
 """
 
+from wellposed.report.folders import read_material
+from wellposed.report.material import Material, Subject
 from wellposed.report.page import LIMIT, diagnosis_page, read_data, report_page, write_report
-from wellposed.report.reading import read_material
-from wellposed.report.subjects import Material, Subject
 
 __all__ = [
     "LIMIT",

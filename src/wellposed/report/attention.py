@@ -1,7 +1,5 @@
 """What attention looks at: each block's and head's weights over an image, and rolled out."""
 
-import base64
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +7,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from wellposed.image_files import data_uri
 from wellposed.records import OF_ATTENTION, Record
-from wellposed.report.charts import Budget, Chart, Missing, Section, columns
-from wellposed.report.subjects import Material
+from wellposed.report.charts import Budget, Missing, Section, table
+from wellposed.report.material import Material
 
 TITLE = "What attention looks at"
 MOST = 4
@@ -44,13 +43,10 @@ def attention_section(material: Material, budget: Budget) -> Section | Missing:
             row, column = divmod(top, record.shape[1])
             where = (record.measure, record.block, record.head)
             rows.append((subject.name, *where, max(record.curve), row, column, record.note))
-    chart = Chart(
-        columns=columns(
-            "run; measure; block; head; largest=largest weight; row=in row; column=in column; note"
-        ),
-        rows=tuple(rows),
-        spec=None,
-        describe="The largest weight of each picture and the patch that has it.",
+    chart = table(
+        "run; measure; block; head; largest=largest weight; row=in row; column=in column; note",
+        rows,
+        "The largest weight of each picture and the patch that has it.",
     )
     words = (
         "Attention's weights over the patches of one image, red where they are large; each picture has its "
@@ -85,7 +81,7 @@ def overlay(record: Record, grey: Record | None) -> Array:
 
 
 def _range(record: Record) -> tuple[float, float]:
-    """The weights without and with full colour: weights that are nearly alike shall look so."""
+    """The weights without and with full colour: weights that are nearly alike should look so."""
     high = max(record.curve)
     return min(min(record.curve), high / 2), high
 
@@ -144,7 +140,4 @@ def _scaled(values: Array) -> Array:
 
 
 def _png(picture: Array) -> str:
-    image = Image.fromarray(picture.round().astype(np.uint8)).quantize(64)
-    file = io.BytesIO()
-    image.save(file, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return data_uri(Image.fromarray(picture.round().astype(np.uint8)).quantize(64))

@@ -38,7 +38,7 @@ class Chart:
     Args:
         columns: of the rows.
         rows: one cell a column.
-        spec: Vega-Lite without data and width; None for a table alone.
+        spec: Vega-Lite without data and width; none for a table alone.
         describe: what is to be seen, for those who do not see it.
         facet: key of the column of which each value has a panel; all panels share their scales.
         median: the column of which the median over a variant's runs is drawn, then those that make a cell.
@@ -49,8 +49,8 @@ class Chart:
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    spec: dict[str, Any] | None
     describe: str
+    spec: dict[str, Any] | None = None
     facet: str = ""
     median: tuple[str, ...] = ()
     most: tuple[str, int] = ("", 0)
@@ -72,8 +72,8 @@ class Section:
         title: the heading.
         words: paragraphs.
         chart: None for words alone.
-        thinned: what was left out of the data, in a sentence; empty for nothing.
-        extra: data beside the rows, such as the spectra that a click opens.
+        thinned: what was skipped of the data, in a sentence; empty for nothing.
+        extra: data besides the rows, such as the spectra that a click opens.
     """
 
     id: str
@@ -109,7 +109,7 @@ class Budget:
     seeds: bool = True
 
     def smaller(self) -> "Budget":
-        """The next one; the same where nothing more can be left out."""
+        """The next one; the same where nothing more can be skipped."""
         curve = max(self.curve // 2, 8)
         heads, seeds = self.heads and self.curve > 8, self.seeds and self.heads
         return Budget(max(self.points // 2, 1), curve, heads, seeds)
@@ -122,8 +122,13 @@ def columns(text: str) -> tuple[Column, ...]:
     [('block', 'block'), ('low', 'lower quartile'), ('image_kappa', 'image kappa')]
     """
     pairs = [part.partition("=") for part in text.split("; ")]
-    told = [(key, title or key.replace("_", " ")) for key, _, title in pairs]
-    return tuple(Column(key=key, title=title.lstrip("-"), hidden=title[:1] == "-") for key, title in told)
+    titles = [(key, title or key.replace("_", " ")) for key, _, title in pairs]
+    return tuple(Column(key=key, title=title.lstrip("-"), hidden=title[:1] == "-") for key, title in titles)
+
+
+def table(keys: str, rows: Iterable[tuple[Cell, ...]], describe: str, *, is_open: bool = False) -> Chart:
+    """Rows that nothing draws; ``keys`` as :func:`columns` takes them."""
+    return Chart(columns=columns(keys), rows=tuple(rows), describe=describe, table_open=is_open)
 
 
 ALL = "all"
@@ -131,7 +136,7 @@ ALL = "all"
 
 
 def cells(record: Record, names: str) -> tuple[Any, ...]:
-    """Fields of a record, without what JSON has not."""
+    """Fields of a record, without what JSON cannot hold."""
     return tuple(_cell(name, getattr(record, name)) for name in names.split())
 
 
@@ -219,14 +224,14 @@ def picked(values: Sequence[float], most: int) -> list[tuple[int, float]]:
 
 def pack(values: Sequence[Any]) -> dict[str, Any]:
     """As ``values``, with ``levels`` where they are names and ``repeats`` where that is shorter."""
-    told: dict[str, Any] = {}
+    packed: dict[str, Any] = {}
     if any(isinstance(value, str) for value in values):
         levels = {value: code for code, value in enumerate(dict.fromkeys(values))}
-        told["levels"], values = list(levels), [levels[value] for value in values]
+        packed["levels"], values = list(levels), [levels[value] for value in values]
     stretches = [(value, len(list(equal))) for value, equal in itertools.groupby(values)]
     if 2 * len(stretches) < len(values):
-        return told | {"values": [value for value, _ in stretches], "repeats": [n for _, n in stretches]}
-    return told | {"values": list(values)}
+        return packed | {"values": [value for value, _ in stretches], "repeats": [n for _, n in stretches]}
+    return packed | {"values": list(values)}
 
 
 def unpacked(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

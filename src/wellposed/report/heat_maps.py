@@ -22,7 +22,7 @@ from wellposed.report.charts import (
     picked,
     tips,
 )
-from wellposed.report.subjects import Material, Subject
+from wellposed.report.material import Material, Subject
 
 CONDITIONING = "Conditioning, block by block"
 MOST_PANELS = 12
@@ -155,24 +155,16 @@ class _Spectra:
 
 def _rows(subject: Subject, spectra: _Spectra) -> list[tuple[Any, ...]]:
     curves = {(r.block, r.position): r.curve for r in subject.select("spectrum") if r.curve}
-    return [
-        _row(
-            subject,
-            record,
-            spectra.add(curves[place]) if (place := (record.block, record.position)) in curves else None,
-        )
-        for record in subject.select("kappa")
-        if record.head is None and record.block is not None and (finite(record.value) or 0) > 0
-    ]
-
-
-def _row(subject: Subject, record: Record, spectrum: int | None) -> tuple[Any, ...]:
-    told = cells(record, "block module position value log status low high images estimator")
-    return subject.name, *told, subject.variant, spectrum
+    rows = []
+    for record in subject.kappas():
+        curve = curves.get((record.block, record.position))
+        shown = cells(record, "block module position value log status low high images estimator")
+        rows.append((subject.name, *shown, subject.variant, None if curve is None else spectra.add(curve)))
+    return rows
 
 
 DENSITY = "Density of attention"
-NO_HEADS = "Single heads are left out to keep the page small; report fewer runs together to see them."
+NO_HEADS = "Single heads are skipped to keep the page small; report fewer runs together to see them."
 
 
 def density_section(material: Material, budget: Budget) -> Section | Missing:
@@ -233,30 +225,20 @@ def charts_html(records: Sequence[Record]) -> str:
         if r.measure == "kappa" and r.head is None and r.block is not None and r.log is not None
     }
     entropies = {
-        (str(r.block), "all" if r.head is None else str(r.head)): r.value
+        (str(r.block), ALL if r.head is None else str(r.head)): r.value
         for r in records
         if r.measure == "entropy" and r.block is not None and r.value is not None
     }
-    parts = [
-        heat_svg(
-            title,
-            list(dict.fromkeys(b for b, _ in values)),
-            list(dict.fromkeys(p for _, p in values)),
-            values,
-        )
-        for title, values in (("ln kappa", kappas), ("entropy of attention", entropies))
-        if values
-    ]
-    return "".join(parts)
+    drawn = [heat_svg("ln kappa", kappas, colour_range(kappas.values(), "ln kappa"))] if kappas else []
+    if entropies:
+        drawn.append(heat_svg("entropy of attention", entropies, colour_range(entropies.values(), "entropy")))
+    return "".join(drawn)
 
 
-def heat_svg(
-    title: str, rows: Sequence[str], columns: Sequence[str], values: Mapping[tuple[str, str], float | None]
-) -> str:
+def heat_svg(title: str, values: Mapping[tuple[str, str], float], colours: tuple[float, float]) -> str:
     """Rectangles, a row a block; the number of each is its tooltip. At most 64 rows are drawn."""
-    rows = rows[:_MOST_ROWS]
-    known = [value for value in values.values() if value is not None]
-    low, high = colour_range(known, "entropy" if title.startswith("entropy") else "ln kappa")
+    rows, columns = distinct(row for row, _ in values)[:_MOST_ROWS], distinct(column for _, column in values)
+    low, high = colours
     wide = max(CELL, *(int(LETTER * len(column)) + 8 for column in columns))
     width, height = max(LEFT + wide * len(columns) + 10, LEAST_WIDTH), TOP + CELL * len(rows) + 10
     parts = [

@@ -21,10 +21,11 @@ from wellposed.report.charts import (
     layer,
     nominal,
     picked,
+    table,
     tips,
 )
 from wellposed.report.heat_maps import MOST_PANELS, NO_HEADS
-from wellposed.report.subjects import Material, isolated
+from wellposed.report.material import Material, isolated
 
 BOUNDS = "Measured against bound"
 
@@ -50,13 +51,15 @@ def bounds_section(material: Material, budget: Budget) -> Section | Missing:
         for subject, r in bounded
     )
     counts = [sum(column) for column in zip(*(row[10:-1] for row in rows), strict=True)]
-    told = ", ".join(f"{name} {count:,} times" for name, count in zip(VERDICTS, counts, strict=True) if count)
+    totals = ", ".join(
+        f"{name} {count:,} times" for name, count in zip(VERDICTS, counts, strict=True) if count
+    )
     infinite = sum(row[6] is None for row in rows)
     words = [
         "Each point is a quantity whose condition number has an upper bound (Propositions 4.1 and 4.2 of "
         "Always Skip Attention and their kin), as a median over images. Above the diagonal the bound holds; "
         "the further above, the looser it is.",
-        f"Over images, windows and heads: {told}.",
+        f"Over images, windows and heads: {totals}.",
     ]
     if any(record.status == "at least" for _, record in bounded):
         words.append(
@@ -177,12 +180,11 @@ def _extremes(material: Material) -> list[tuple[Any, ...]]:
 
 
 def _without_spectra(rows: list[tuple[Any, ...]]) -> Section:
-    chart = Chart(
-        columns=columns("run; block; module; position=sub-block; measure; value; status; estimator"),
-        rows=tuple(rows),
-        spec=None,
-        describe="Extreme singular values of the Jacobians.",
-        table_open=True,
+    chart = table(
+        "run; block; module; position=sub-block; measure; value; status; estimator",
+        rows,
+        "Extreme singular values of the Jacobians.",
+        is_open=True,
     )
     words = (
         "The largest and the smallest singular value of the Jacobian of a sub-block. It is too large to "
@@ -206,12 +208,8 @@ def rest_section(material: Material, budget: Budget) -> Section | None:
     ]
     if not rows:
         return None
-    chart = Chart(
-        columns=columns("run; measure; block; position; value; status; low; high; images; estimator; note"),
-        rows=tuple(rows),
-        spec=None,
-        describe="Measurements that no chart shows.",
-    )
+    keys = "run; measure; block; position; value; status; low; high; images; estimator; note"
+    chart = table(keys, rows, "Measurements that no chart shows.")
     words = (
         "Ranks, norms and mean of the tokens, spectra of weights, gradients by block, extreme singular "
         "values of Jacobians, the neural tangent kernel.",
@@ -239,14 +237,11 @@ def graying_section(material: Material, budget: Budget) -> Section | Missing:
             steps.append({"label": f"eps {step.eps:g}", "src": step.picture})
             steps.append({"label": f"difference, eps {step.eps:g}", "src": step.difference})
         pictures.append({"name": image.name, "steps": steps})
-    chart = Chart(
-        columns=columns(
-            "image; method; eps; before=kappa before; before_status=status before; after=kappa after; "
-            "after_status=status after; change=largest change of a pixel"
-        ),
-        rows=tuple(rows),
-        spec=None,
-        describe="Condition numbers of the patch matrices before and after graying.",
+    chart = table(
+        "image; method; eps; before=kappa before; before_status=status before; after=kappa after; "
+        "after_status=status after; change=largest change of a pixel",
+        rows,
+        "Condition numbers of the patch matrices before and after graying.",
     )
     words = (
         f"{_TITLES.get(shown.method, shown.method)} graying of the pixel patches ({shown.patch} x "
@@ -292,16 +287,16 @@ def provenance_section(material: Material, budget: Budget) -> Section:
     """One row for each value of a field, with those that share it."""
     subjects = material.subjects
     rows: list[tuple[Any, ...]] = []
-    told = {
+    provenance = {
         each.name: {"measured on": each.measured_on, **each.provenance}
         if each.measured_on
         else each.provenance
         for each in subjects
     }
-    fields = distinct(key for of_subject in told.values() for key in of_subject)
+    fields = distinct(key for of_subject in provenance.values() for key in of_subject)
     for field in sorted(fields, key=_rank):
         by_value: dict[str, list[str]] = {}
-        for name, of_subject in told.items():
+        for name, of_subject in provenance.items():
             if field in of_subject:
                 by_value.setdefault(of_subject[field], []).append(name)
         rows += [(_names(names, len(subjects)), field, value) for value, names in by_value.items()]
@@ -310,12 +305,7 @@ def provenance_section(material: Material, budget: Budget) -> Section:
         rows.append(
             (_names([each.name for each in subjects if note in each.notes], len(subjects)), "note", note)
         )
-    chart = Chart(
-        columns=columns("run; field; value"),
-        rows=tuple(rows),
-        spec=None,
-        describe="What each run and diagnosis was made with.",
-        table_open=True,
-    )
-    words = ("How each number was made, as its record says it. A value that several share is shown once.",)
+    describe = "What each run and diagnosis was made with."
+    chart = table("run; field; value", rows, describe, is_open=True)
+    words = ("How each number was made, as its record says. A value that several share is shown once.",)
     return Section(id="provenance", title=PROVENANCE, words=words, chart=chart)

@@ -18,10 +18,12 @@ from wellposed.report.charts import (
     thin,
     tips,
 )
-from wellposed.report.subjects import Material, Subject
+from wellposed.report.material import Material, Subject
 
 TITLE = "Training"
 _LEAST = 12  # points of a line, however many lines there are
+_KINDS = ("loss", "accuracy", "kappa", "entropy")
+"""Of numbers, in the order of their panels."""
 FEW = 40  # points of a line that are drawn as such
 
 
@@ -29,6 +31,7 @@ class Curve(NamedTuple):
     """One number of one run over its updates."""
 
     subject: Subject
+    kind: str  # one of _KINDS
     panel: str
     number: str
     times: list[tuple[float | None, int | None]]  # epoch, update
@@ -58,7 +61,9 @@ def training_section(material: Material, budget: Budget) -> Section | Missing:
                     "at least" if curve.bounds[place] else "ok",
                 )
             )
-    panels = sorted(distinct(curve.panel for curve in curves), key=_rank)
+    kinds = {curve.panel: curve.kind for curve in curves}
+    panels = sorted(kinds, key=lambda panel: (_KINDS.index(kinds[panel]), panel))
+    time, groups = _time(rows, has_epochs), distinct(row[0] for row in rows)
     total, longest = sum(len(curve.values) for curve in curves), max(len(curve.values) for curve in curves)
     thinned = ""
     if longest > most:
@@ -77,7 +82,15 @@ def training_section(material: Material, budget: Budget) -> Section | Missing:
     chart = Chart(
         columns=columns("group=variant; run; panel=-panel; number; epoch; update; value; status"),
         rows=tuple(rows),
-        spec=_spec(panels, _time(rows, has_epochs), distinct(row[0] for row in rows), longest <= FEW),
+        spec={
+            "vconcat": [
+                _panel(
+                    panel, kinds[panel], time, groups, is_last=panel == panels[-1], is_short=longest <= FEW
+                )
+                for panel in panels
+            ],
+            "spacing": 14,
+        },
         describe="Line charts one below the other with a common time axis: "
         + ", ".join(panels)
         + ". The table below has the same numbers.",
@@ -87,33 +100,25 @@ def training_section(material: Material, budget: Budget) -> Section | Missing:
 
 def curves_of(subject: Subject) -> Iterator[Curve]:
     """The numbers of a run that are drawn."""
-    for event, name, panel, number in (
-        ("train", "loss", "loss", "training loss"),
-        ("test", "loss", "loss", "test loss"),
-        ("test", "accuracy", "accuracy", "test accuracy"),
-    ):
-        yield from _curve(subject, event, name, panel, number)
+    yield from _curve(subject, "train", "loss", "loss", "loss", "training loss")
+    yield from _curve(subject, "test", "loss", "loss", "loss", "test loss")
+    yield from _curve(subject, "test", "accuracy", "accuracy", "accuracy", "test accuracy")
     keys = distinct(key for line in subject.lines if line["event"] == "monitor" for key in line)
     for key in keys:
         if key.startswith("kappa/") and key.endswith("/worst"):
             panel = f"kappa {key.split('/')[1]}"
-            yield from _curve(subject, "monitor", key, panel, f"{panel}, worst block")
-    yield from _curve(subject, "monitor", "entropy/mean", "entropy", "entropy, mean")
+            yield from _curve(subject, "monitor", key, "kappa", panel, f"{panel}, worst block")
+    yield from _curve(subject, "monitor", "entropy/mean", "entropy", "entropy", "entropy, mean")
 
 
-def _curve(subject: Subject, event: str, name: str, panel: str, number: str) -> Iterator[Curve]:
+def _curve(subject: Subject, event: str, name: str, kind: str, panel: str, number: str) -> Iterator[Curve]:
     lines: list[Mapping[str, Any]] = [
         line for line in subject.lines if line["event"] == event and finite(line.get(name)) is not None
     ]
     if lines:
         times = [(line.get("epoch"), line.get("update")) for line in lines]
         bounds = [bool(line.get(name + AT_LEAST)) for line in lines]
-        yield Curve(subject, panel, number, times, [line[name] for line in lines], bounds)
-
-
-def _rank(panel: str) -> tuple[int, str]:
-    first = panel.split(" ")[0]
-    return ["loss", "accuracy", "kappa", "entropy"].index(first), panel
+        yield Curve(subject, kind, panel, number, times, [line[name] for line in lines], bounds)
 
 
 class Time(NamedTuple):
@@ -130,17 +135,14 @@ def _time(rows: Sequence[Sequence[Any]], has_epochs: bool) -> Time:
     return Time(field, 0, max(known, default=1) or 1)
 
 
-def _spec(panels: list[str], time: Time, groups: list[str], is_short: bool) -> dict[str, Any]:
-    made = [_panel(panel, time, groups, panel == panels[-1], is_short) for panel in panels]
-    return {"vconcat": made, "spacing": 14}
-
-
-def _panel(panel: str, time: Time, groups: list[str], is_last: bool, is_short: bool) -> dict[str, Any]:
+def _panel(
+    panel: str, kind: str, time: Time, groups: list[str], *, is_last: bool, is_short: bool
+) -> dict[str, Any]:
     scale: dict[str, Any] = {"zero": False}
     axis: dict[str, Any] = {"minExtent": 46, "maxExtent": 46, "tickCount": 4}
-    if panel.startswith("kappa"):
+    if kind == "kappa":
         scale, axis = {"type": "log", "nice": False}, {**axis, **LOG_AXIS, "tickCount": 4}
-    elif panel == "accuracy":
+    elif kind == "accuracy":
         axis |= {"format": ".0%"}
     encoding: dict[str, Any] = {
         "x": channel(
@@ -154,7 +156,7 @@ def _panel(panel: str, time: Time, groups: list[str], is_last: bool, is_short: b
         "detail": tips("run", "number"),
         "tooltip": tips("run", "number", "status"),
     }
-    if panel == "loss":
+    if kind == "loss":
         dash = {"domain": ["training loss", "test loss"], "range": [[1, 0], [5, 3]]}
         encoding["strokeDash"] = nominal("number", legend=None, scale=dash)
     return {

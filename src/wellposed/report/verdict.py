@@ -10,20 +10,18 @@ from dataclasses import dataclass
 
 from wellposed.calls import GRAY
 from wellposed.records import short
-from wellposed.report.comparing import (
+from wellposed.report.heat_maps import sorted_positions
+from wellposed.report.material import Material, Subject
+from wellposed.report.variants import (
     Change,
     Place,
     Worst,
     by_place,
     changes,
-    direction,
-    is_decided,
     kappa_text,
     mean_entropy,
     worst,
 )
-from wellposed.report.heat_maps import sorted_positions
-from wellposed.report.subjects import Material, Subject
 from wellposed.stats import Estimate, Median, median
 
 LARGE_KAPPA = 1e3
@@ -121,7 +119,7 @@ def _accuracies(known: Sequence[Change]) -> Sentence:
     of: dict[str, list[str]] = {"lower": [], "higher": [], "undecided": []}
     estimates = [change.accuracy for change in known if change.accuracy is not None]
     for change, estimate in zip(known, estimates, strict=True):
-        of[direction(estimate)].append(change.name)
+        of[estimate.direction].append(change.name)
     if len(of["undecided"]) == len(known):
         why = "zero is inside the interval" if len(known) == 1 else "zero is inside every interval"
         if any(estimate.p is None for estimate in estimates):
@@ -256,7 +254,7 @@ def _changes_card(made: Sequence[Change]) -> Card:
     baselines = list(dict.fromkeys(each.baseline for each in made))
     plain = _names(baselines) if len(baselines) <= NAMED else ["the variants without edits"]
     said: list[Sentence] = [
-        ("Compared with ", *plain, "; in brackets the interval of 95%, which one run has not.")
+        ("Compared with ", *plain, "; in brackets the interval of 95%; one run has none.")
     ]
     if any(each.ln_kappa for each in made):
         said.append(("Kappa is a median over the runs; ratios are geometric means, taken seed by seed.",))
@@ -283,15 +281,15 @@ def _times(log: float) -> str:
 def _cell(difference: Estimate | None, number: Callable[[float], str]) -> Sentence:
     if difference is None:
         return ("-",)
-    word = direction(difference)
-    return (Strong(word) if is_decided(difference) else word, f" {_with_interval(difference, number)}")
+    word = difference.direction
+    return (Strong(word) if difference.is_decided else word, f" {_with_interval(difference, number)}")
 
 
 def _with_interval(difference: Estimate, number: Callable[[float], str], unit: str = "") -> str:
-    told = number(difference.mean) + unit
+    mean = number(difference.mean) + unit
     if difference.p is None or math.isinf(difference.low) or math.isinf(difference.high):
-        return told
-    return f"{told} [{number(difference.low)}, {number(difference.high)}]"
+        return mean
+    return f"{mean} [{number(difference.low)}, {number(difference.high)}]"
 
 
 def _kappa_cell(change: Change) -> Sentence:
@@ -304,9 +302,9 @@ def _kappa_cell(change: Change) -> Sentence:
         return (arrow,)
     if change.after.at_least or ratio.at_least:
         return (f"{arrow}, at least {_times(ratio.mean)} times",) if ratio.at_least else (arrow,)
-    word = {"higher": "worse", "lower": "better"}.get(direction(ratio), "undecided")
+    word = {"higher": "worse", "lower": "better"}.get(ratio.direction, "undecided")
     said = f" {arrow}, {_with_interval(ratio, _times, ' times')}"
-    return (Strong(word) if is_decided(ratio) else word, said)
+    return (Strong(word) if ratio.is_decided else word, said)
 
 
 def _next(material: Material, made: Sequence[Change]) -> list[Sentence]:
@@ -360,7 +358,7 @@ def _advice(material: Material, made: Sequence[Change]) -> Iterator[Sentence]:
             ".",
         )
     runs = [len(own) for own in material.variants().values() if own[0].kind == "run" and own[0].counts]
-    open_ones = [each for each in made if each.accuracy and not is_decided(each.accuracy)]
+    open_ones = [each for each in made if each.accuracy and not each.accuracy.is_decided]
     if runs and min(runs) < SEEDS:
         yield (
             f"Some variants have fewer than {SEEDS} seeds, and one run decides nothing: ",

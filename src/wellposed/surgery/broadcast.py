@@ -49,7 +49,7 @@ def broadcast_context(
         learned: learn both factors, one of each a channel, from these numbers: FeatScale is
             ``where="attention.end", mean=1, difference=1, learned=True``. Make the optimizer after this edit.
         blocks: an index, a slice, several indices, or None for every block that has the position.
-        example: an input to run a model of one's own on, once, to find its blocks; see
+        example: an input to run your own model on, once, to find its blocks; see
             :func:`wellposed.anatomy.blocks`. Not needed for timm, transformers and torchvision.
 
     Returns:

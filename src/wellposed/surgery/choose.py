@@ -11,6 +11,7 @@ from torch import nn
 
 from wellposed.anatomy.model import Block, BlockSelection, blocks, refusal, select
 from wellposed.errors import NoMeaningError
+from wellposed.text import few
 
 _Target = TypeVar("_Target")
 
@@ -32,10 +33,9 @@ def choose(
         if all(block.row.refused for block, _ in refused):
             raise refusal([block for block, _ in refused])
         reasons = dict.fromkeys(f"{type(block.module).__name__}: {reason}" for block, reason in refused)
-        names = ", ".join(block.name for block, _ in refused[:3])
-        more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+        names = few((block.name for block, _ in refused), 3)
         raise NoMeaningError(
-            f"{edit} has no meaning for {names}{more} ({'; '.join(reasons)}).",
+            f"{edit} has no meaning for {names} ({'; '.join(reasons)}).",
             tuple(dict.fromkeys(reason for _, reason in refused)),
         )
     return chosen

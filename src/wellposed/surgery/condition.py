@@ -92,7 +92,7 @@ def condition_weights(
         strength: lambda; or ``"exact"`` for C = sigma_max U V^T of each weight as it is now, whose kappa
             then is at most 2.
         blocks: an index, a slice, several indices, or None for every block with attention.
-        example: an input to run a model of one's own on, once, to find its blocks; see
+        example: an input to run your own model on, once, to find its blocks; see
             :func:`wellposed.anatomy.blocks`. Not needed for timm, transformers and torchvision.
 
     Returns:

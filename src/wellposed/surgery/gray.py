@@ -54,7 +54,7 @@ def gray_tokens(
         blocks: with ``where="blocks"`` only: an index, a slice, several indices, or None for all.
         target_kappa: instead of eps, the condition number that the tokens of every image get.
         rescale, floor, tolerance, precision: see :func:`wellposed.nn.functional.gray`.
-        example: an input to run a model of one's own on, once, to find its blocks; see
+        example: an input to run your own model on, once, to find its blocks; see
             :func:`wellposed.anatomy.blocks`. Not needed for timm, transformers and torchvision.
 
     Returns:

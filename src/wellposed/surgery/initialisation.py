@@ -48,7 +48,7 @@ def initialise(
         scheme: ``"skipless"``, ``"mimetic"``, ``"torch"``, ``"timm"`` or ``"xavier"``.
         seed: of the draws; None takes them from torch's generator.
         blocks: an index, a slice, several indices, or None for every block that has such layers.
-        example: an input to run a model of one's own on, once, to find its blocks; see
+        example: an input to run your own model on, once, to find its blocks; see
             :func:`wellposed.anatomy.blocks`. Not needed for timm, transformers and torchvision.
         constants: of ``"skipless"``: alpha=2, beta=0.6, c=3 (the paper's for a ViT-B; 1.8, 1 and 3 for a
             ViT-S); of ``"mimetic"``: alpha=0.7, beta=0.7, output_alpha=0.4, output_beta=0.4.
@@ -139,7 +139,7 @@ class _Attention:
             _set(each.weight, torch.cat([made[letter] for letter in each.packed]))
             layer: Any = inner(each.layer)
             _zero(layer.in_proj_bias if isinstance(layer, nn.MultiheadAttention) else layer.bias)
-            for letter in each.packed:  # beside the layer in BEiT and EVA
+            for letter in each.packed:  # apart from the layer in BEiT and EVA
                 _zero(getattr(self.owner, f"{letter}_bias", None))
         name, output = self.output
         _set(_weight(output), o)

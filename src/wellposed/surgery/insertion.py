@@ -46,7 +46,7 @@ class Inserted(Operation):
 
     @property
     def settings(self) -> Mapping[str, Setting]:
-        """The arguments of the edit, beside its place."""
+        """The arguments of the edit, besides its place."""
         return cast(Mapping[str, Setting], original(self.op).settings)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -81,7 +81,7 @@ def normalise_spectrum(
 ) -> Edits:
     """Let linear layers use gamma W / sigma_max(W), in place: against collapsing entropy of attention.
 
-    W stays a parameter under its name; ``gamma`` is one learned number a layer, u and v are buffers beside
+    W stays a parameter under its name; ``gamma`` is one learned number a layer, u and v are buffers next to
     it. Make the optimizer after this edit.
 
     Args:
@@ -90,7 +90,7 @@ def normalise_spectrum(
         init: where gamma starts: ``"one"``, as in the paper, for a fresh model; ``"identity"`` for one
             that is trained, which then computes what it did.
         blocks: an index, a slice, several indices, or None for every block that has such layers.
-        example: an input to run a model of one's own on, once, to find its blocks; see
+        example: an input to run your own model on, once, to find its blocks; see
             :func:`wellposed.anatomy.blocks`. Not needed for timm, transformers and torchvision.
 
     Returns:

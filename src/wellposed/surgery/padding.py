@@ -42,7 +42,7 @@ PATCH_MASKS = ("patch_valid", "pixel_attention_mask", "pixel_mask")
 
 
 def watch_padding(block: Block) -> None:
-    """Let a block tell the operations inside it which tokens are padding, from now on."""
+    """Let a block pass on to the operations inside it which tokens are padding, from now on."""
     module = block.module
     open_loop(module)
     if tell_padding not in module._forward_pre_hooks.values():
@@ -95,7 +95,7 @@ def drop_padding(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def watch_patches(model: nn.Module, place: Place) -> None:
-    """Let what is around an embedding tell the operation at its end which patches are padding."""
+    """Let what is around an embedding pass on to the operation at its end which patches are padding."""
     parts = place.name.split(".")
     for end in range(len(parts)):
         module = model.get_submodule(".".join(parts[:end]))

@@ -25,6 +25,12 @@ class Edit:
         module: the name of the module that was touched.
         detail: in words, for the table.
         settings: the other arguments of the function, as plain numbers and words.
+
+    >>> import timm, wellposed as wp
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=1)
+    >>> edit = wp.gray_tokens(model, eps=0.8, where="blocks")[0]
+    >>> edit.kind, edit.where, edit.block, edit.settings["eps"]
+    ('gray_tokens', 'blocks', 0, 0.8)
     """
 
     kind: str
@@ -43,6 +49,13 @@ class Edits(tuple[Edit, ...]):
     Args:
         edits: in the order of the model's modules.
         blocks: how many blocks the model has; None where that is not known.
+
+    >>> import timm, wellposed as wp
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=3)
+    >>> print(wp.remove_skips(model, "ffn", blocks=[0]))
+    edit          where  block  module             detail
+    remove_skips  ffn    0      blocks.0.join_ffn
+    2 of 3 blocks have no remove_skips at ffn: 1-2
     """
 
     blocks: int | None

@@ -35,7 +35,7 @@ def remove_skips(
             in a model with attention (XCiT's third); ``"parallel"``, one skip around attention and FFN side
             by side; ``"all"``, every skip of the block.
         blocks: an index, a slice, several indices, or None for every block that has such a skip.
-        example: an input to run a model of one's own on, once, to find its blocks; see
+        example: an input to run your own model on, once, to find its blocks; see
             :func:`wellposed.anatomy.blocks`. Not needed for timm, transformers and torchvision.
 
         allow_drop_path: remove the skips of blocks with stochastic depth all the same.

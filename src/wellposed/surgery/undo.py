@@ -1,6 +1,6 @@
 """What was changed in a model, read off the model itself, and taking it back.
 
-Nothing is kept beside the model: a copy, a pickle or a model on another device knows its own edits.
+Nothing is kept outside the model: a copy, a pickle or a model on another device knows its own edits.
 """
 
 from torch import nn
@@ -19,6 +19,12 @@ from wellposed.surgery.wrappers import place_of
 
 def edits(model: nn.Module) -> Edits:
     """Every edit of a model, in the order of its modules.
+
+    Args:
+        model: edited or not; compiled or wrapped too.
+
+    Returns:
+        One entry for each module that an edit touched.
 
     >>> import timm, wellposed as wp
     >>> print(wp.edits(timm.create_model("vit_tiny_patch16_224")))
@@ -54,9 +60,21 @@ def edits(model: nn.Module) -> Edits:
 
 @uninterrupted()
 def restore(model: nn.Module) -> Edits:
-    """Undo every edit of a model, in place and bit for bit. Returns what was undone.
+    """Undo every edit of a model, in place and bit for bit.
 
     The learned scales of CB_S go with it.
+
+    Args:
+        model: not compiled, sharded or replicated.
+
+    Returns:
+        What was undone.
+
+    >>> import timm, wellposed as wp
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=1)
+    >>> _ = wp.broadcast_context(model)
+    >>> len(wp.restore(model)), len(wp.edits(model))
+    (1, 0)
     """
     refuse_wrapped(model)
     undone = edits(model)

@@ -77,7 +77,7 @@ def uniform_heads(
             nothing on the logits but q k^T: no relative position bias (Swin, BEiT), no talking heads (CaiT).
         heads: how many, the first ones; or which, by their indices.
         blocks: an index, a slice, several indices, or None for every block that can have them.
-        example: an input to run a model of one's own on, once, to find its blocks; see
+        example: an input to run your own model on, once, to find its blocks; see
             :func:`wellposed.anatomy.blocks`. Not needed for timm, transformers and torchvision.
 
     Returns:
@@ -181,7 +181,7 @@ def _taught(block: Block) -> _Query | str | None:
 
 
 def _remedied(reason: str, block: Block) -> str:
-    """A reason with the way out for an attention of one's own."""
+    """A reason with the way out for your own attention."""
     try:
         attention = block.attention()[1]
     except ValueError:
@@ -189,7 +189,7 @@ def _remedied(reason: str, block: Block) -> str:
     if is_of_library(attention):
         return reason
     called = type(attention).__name__
-    return f"{reason}; tell it with wellposed.anatomy.teach({called}, AttentionRow(...))"
+    return f"{reason}; declare it with wellposed.anatomy.teach({called}, AttentionRow(...))"
 
 
 def _picked(wanted: int | list[int], of: int, name: str) -> tuple[int, ...]:

@@ -98,6 +98,9 @@ def fold(model: nn.Module) -> Edits:
     What mixes tokens (graying, Context Broadcasting) and removed skips cannot be written into weights, and
     stay; so do uniform heads. A model that has nothing to fold raises.
 
+    Args:
+        model: with edits of weights; changed in place.
+
     Returns:
         What was folded.
 

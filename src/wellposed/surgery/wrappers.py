@@ -29,7 +29,7 @@ _FOLD = (
 def place_of(name: str) -> str | None:
     """The name of the edited module, of the name of an operation in it; None of a copy that does not run."""
     owner, _, behind = name.partition(".inserted_")
-    if "original_module" in name.split("."):  # what peft keeps beside the one that it trains
+    if "original_module" in name.split("."):  # what peft keeps besides the one that it trains
         return None
     return owner.removesuffix(f".{BASE}") if behind else name.rpartition(".")[0]
 

@@ -36,6 +36,7 @@ from wellposed.probes.observe import plain
 from wellposed.saving import lacks
 from wellposed.surgery import Edits
 from wellposed.surgery.insertion import scales
+from wellposed.text import few
 from wellposed.train.batches import Batch, EvalBatch, EvalBatches
 from wellposed.train.edits import apply_edits
 from wellposed.train.mae import (
@@ -49,7 +50,7 @@ from wellposed.train.mae import (
 from wellposed.train.order import slot_positions
 from wellposed.train.parallel import read, total
 from wellposed.train.recipe import Recipe
-from wellposed.weights import few, from_file, misfits, read_weights
+from wellposed.weights import from_file, misfits, read_weights
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from wellposed.probes.observe import unwrapped
 from wellposed.records import dtype_name
+from wellposed.text import few
 from wellposed.train.checkpoint import Checkpoint, TensorName
 from wellposed.train.parallel import (
     Outline,
@@ -33,7 +34,6 @@ from wellposed.train.parallel import (
     send,
     whole,
 )
-from wellposed.weights import few
 
 Names = dict[Tensor, str]
 """The names of a model's parameters; tensors are equal as keys if they are the same object."""

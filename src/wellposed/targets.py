@@ -12,7 +12,7 @@ from torch import nn
 from wellposed.environment import without_secrets
 from wellposed.models import build, describe_weights, has_random_weights
 from wellposed.probes.diagnosis import Diagnosis
-from wellposed.probes.named_inputs import source_of
+from wellposed.probes.images import source_of
 from wellposed.train.edits import apply_edits
 from wellposed.train.export import RECIPE
 from wellposed.train.recipe import Recipe

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from wellposed.records import Record, short
+from wellposed.records import Record, of_outputs, short
 from wellposed.text import ranges
 
 Name = Literal[
@@ -54,6 +54,10 @@ class Alarm:
         evidence: the numbers, in words.
         remedy: what to try.
         step: of the training, None outside of one.
+
+    >>> print(alarm("dead block", (3,), "it adds nothing, or gets no gradient"))
+    dead block: it adds nothing, or gets no gradient; try: wp.initialise(model, 'timm', blocks=[3]) draws it
+    again; a larger layer scale
     """
 
     name: Name
@@ -75,27 +79,27 @@ def signs(records: Sequence[Record], gradients: Mapping[int, float] | None = Non
         gradients: norms by block, of a training step.
     """
     gradients = gradients or {}
-    outputs = _outputs(records)
     found: list[Alarm] = []
-    if bad := _not_finite(records):
+    if bad := next((r for r in records if r.measure == "token norm" and None in r.samples), None):
         said = f"tokens that are not finite first at {bad.position} of {bad.module}"
         found.append(alarm("not finite", () if bad.block is None else (bad.block,), said))
     elif blocks := tuple(block for block, norm in sorted(gradients.items()) if not math.isfinite(norm)):
         # A backward pass begins at the last block.
         said = f"gradients that are not finite, in the backward pass first in block {blocks[-1]}"
         found.append(alarm("not finite", blocks, said))
+    outputs = of_outputs(records)
     shares = {r.block: r.value for r in outputs if r.measure == "mean share"}
+    outliers = {r.block: r.value for r in outputs if r.measure == "outlier tokens"}
+    entropies = {r.block: r.value for r in records if r.measure == "entropy" and r.head is None}
     found += _beyond(
         "rank collapse",
         shares,
         lambda x: x > RANK,
         lambda x: f"the tokens' mean holds {100 * x:.4g}% of their square norm",
     )
-    entropies = {r.block: r.value for r in records if r.measure == "entropy" and r.head is None}
     found += _beyond(
         "entropy collapse", entropies, lambda x: x < ENTROPY, lambda x: f"entropy {short(x)} of its maximum"
     )
-    outliers = {r.block: r.value for r in outputs if r.measure == "outlier tokens"}
     found += _beyond(
         "outlier tokens", outliers, lambda x: x > OUTLIERS, lambda x: f"a token of {short(x)} median norms"
     )
@@ -151,12 +155,6 @@ def alarm(name: Name, blocks: tuple[int, ...], evidence: str) -> Alarm:
     return Alarm(name, blocks, evidence, _REMEDIES[name].replace("BLOCKS", str(list(blocks))))
 
 
-def _outputs(records: Sequence[Record]) -> list[Record]:
-    """Of the records of tokens, those at the outputs of the blocks: the last sum of each."""
-    last = {r.block: r.position for r in records if r.position.endswith(".sum")}
-    return [r for r in records if r.position == last.get(r.block)]
-
-
 def _dead(records: Sequence[Record]) -> dict[int | None, float | None]:
     """By block, the largest share of the stream that one of its branches adds."""
     norms = {(r.block, r.position): r.value for r in records if r.measure == "token norm"}
@@ -167,10 +165,6 @@ def _dead(records: Sequence[Record]) -> dict[int | None, float | None]:
         if part == "branch" and norm is not None and stream:
             shares[block] = max(shares.get(block) or 0.0, norm / stream)
     return shares
-
-
-def _not_finite(records: Sequence[Record]) -> Record | None:
-    return next((r for r in records if r.measure == "token norm" and None in r.samples), None)
 
 
 def _is_kappa_in(record: Record) -> bool:

@@ -25,7 +25,7 @@ from wellposed.report.charts import (
     tips,
 )
 from wellposed.report.heat_maps import sorted_positions
-from wellposed.report.subjects import COLLAPSED, SEED_FIELDS, Material, Subject, mark
+from wellposed.report.material import COLLAPSED, SEED_FIELDS, Material, Subject, mark
 from wellposed.stats import Estimate, Median, median, paired, paired_median, spread, unpaired
 
 TITLE = "Accuracy by variant"
@@ -40,22 +40,17 @@ def accuracy(subject: Subject) -> float | None:
     return None if value is None else 100.0 * value
 
 
-def kappas(subject: Subject) -> dict[Place, Record]:
-    """Of the blocks' tokens."""
-    return {
-        (r.block, r.position): r
-        for r in subject.select("kappa")
-        if r.head is None and r.block is not None and (finite(r.value) or 0) > 0
-    }
-
-
 def by_place(subjects: Sequence[Subject]) -> dict[Place, Median]:
     """Ln kappa, the median over the runs of a variant."""
     found: dict[Place, list[Record]] = {}
     for subject in subjects:
-        for place, record in kappas(subject).items():
-            found.setdefault(place, []).append(record)
+        for record in subject.kappas():
+            found.setdefault(_place(record), []).append(record)
     return {place: median_log(records) for place, records in found.items()}
+
+
+def _place(record: Record) -> Place:
+    return record.block or 0, record.position
 
 
 def median_log(records: Sequence[Record]) -> Median:
@@ -108,7 +103,7 @@ def mean_entropy(subject: Subject) -> float | None:
 
 def leaving(subject: Subject) -> tuple[Place, Record] | None:
     """Kappa of the tokens that leave the last block; those that enter it where only these were measured."""
-    found = kappas(subject)
+    found = {_place(record): record for record in subject.kappas()}
     last = max((block for block, _ in found), default=None)
     names = [position for block, position in found if block == last]
     ends = [name for name in sorted_positions(names) if name.endswith(".sum")] or names
@@ -126,8 +121,7 @@ class Change:
         name, baseline: of the two variants.
         accuracy: difference in points.
         entropy: difference of its mean over the blocks.
-        ln_kappa: difference at ``place``; None where the baseline has a lower bound there.
-        place: where the tokens leave the last block.
+        ln_kappa: difference where the tokens leave the last block; None where the baseline has a lower bound.
         before, after: ln kappa there.
         differs: whether the recipes differ in more than the edits.
     """
@@ -137,22 +131,9 @@ class Change:
     accuracy: Estimate | None
     entropy: Estimate | None
     ln_kappa: Estimate | None
-    place: Place | None
     before: Median | None
     after: Median | None
     differs: bool
-
-
-def is_decided(difference: Estimate) -> bool:
-    """Whether zero lies outside of the interval; one pair of runs has none."""
-    return difference.p is not None and not difference.covers(0.0)
-
-
-def direction(difference: Estimate) -> str:
-    """In a word."""
-    if not is_decided(difference):
-        return "undecided"
-    return "higher" if difference.mean > 0 else "lower"
 
 
 def changes(material: Material) -> list[Change]:
@@ -191,7 +172,6 @@ def _change(
         accuracy=difference(edited, plain, accuracy),
         entropy=difference(edited, plain, mean_entropy),
         ln_kappa=_kappa_difference(edited, plain) if has_kappa else None,
-        place=next(iter(places)) if has_kappa else None,
         before=before,
         after=after,
         differs=differs,
@@ -255,7 +235,7 @@ _DIFFERENCE = {
 }
 
 
-def comparing_section(material: Material, budget: Budget) -> Section:
+def variants_section(material: Material, budget: Budget) -> Section:
     titles: dict[str, str] = {"name": "variant", "n": "n"}
     for key, (title, _) in _MEASURES.items():
         titles |= {key: title, f"{key}_deviation": "±"} | (_DIFFERENCE if key == "accuracy" else {})
@@ -311,7 +291,7 @@ def _row(name: str, subjects: Sequence[Subject], change: Change | None) -> dict[
     gain = change.accuracy if change else None
     if change and gain:
         cells |= {"difference": gain.mean, "low": finite(gain.low), "high": finite(gain.high)}
-        cells |= {"verdict": direction(gain), "baseline": change.baseline}
+        cells |= {"verdict": gain.direction, "baseline": change.baseline}
     if bad := worst(subjects):
         cells |= {"ln_kappa": bad.kappa.value, "bound": "lower bound" if bad.kappa.at_least else ""}
         cells["place"] = bad.where("")
@@ -333,12 +313,12 @@ def _spec(names: Sequence[str], *, has_changes: bool) -> dict[str, Any]:
     point = {"filled": True, "size": 80, "opacity": 1}
     ticks: Spec = {"axis": {"tickCount": 5}}
     x = channel("accuracy", "test accuracy, %", scale={"zero": False, "padding": 10}, **ticks)
-    told = tips("name", "n", "accuracy", "accuracy_deviation")
+    shown = tips("name", "n", "accuracy", "accuracy_deviation")
     ends = {"x": {**x, "field": "lowest"}, "x2": {"field": "highest"}}
     left = whole | {
         "layer": [
             layer("rule", ends, strokeWidth=2, style="mean"),
-            layer("point", {"x": x, "tooltip": told}, **point, style="mean"),
+            layer("point", {"x": x, "tooltip": shown}, **point, style="mean"),
         ]
     }
     if not has_changes:
@@ -348,14 +328,14 @@ def _spec(names: Sequence[str], *, has_changes: bool) -> dict[str, Any]:
     colour = {"scale": {"domain": words, "range": "verdict"}, "legend": {"symbolType": "circle"}}
     drawn = {"color": nominal("verdict", sort=words, **colour)}
     shape = nominal("verdict", sort=words, scale={"domain": words, "range": shapes}, legend=None)
-    told = tips("name", "difference", "low", "high", "verdict", "baseline")
+    shown = tips("name", "difference", "low", "high", "verdict", "baseline")
     zero = {"x": {"datum": 0, **{key: x[key] for key in ("type", "title", "scale", "axis")}}, "y": None}
     interval = {"x": {**x, "field": "low"}, "x2": {"field": "high"}, **drawn}
     right = whole | {
         "layer": [
             layer("rule", zero, style="zero", strokeDash=[3, 3], tooltip=None),
             layer("rule", interval, known("low"), strokeWidth=2),
-            layer("point", {"x": x, "shape": shape, "tooltip": told, **drawn}, known("difference"), **point),
+            layer("point", {"x": x, "shape": shape, "tooltip": shown, **drawn}, known("difference"), **point),
         ]
     }
     return {"hconcat": [left, right], "spacing": 24}

@@ -3,12 +3,12 @@
 A file that cannot be read is named, and what lies next to it is shown all the same.
 """
 
+import contextlib
 import dataclasses
 import json
-import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 from wellposed import graying_pictures
 from wellposed.environment import without_secrets
 from wellposed.files import parse_json, parse_toml, read_bytes
-from wellposed.records import AT_LEAST, Record, Status, from_dict, read_json
+from wellposed.records import Record, Status, from_dict, read_json
 from wellposed.report.charts import finite
-from wellposed.report.subjects import (
+from wellposed.report.material import (
     SEED_FIELDS,
     Conclusion,
     Damage,
@@ -32,9 +32,9 @@ from wellposed.report.subjects import (
     with_marks,
     with_unique_names,
 )
-from wellposed.report.subjects import state as state_in_words
+from wellposed.report.material import state as state_in_words
 from wellposed.run_records import NAME as RUN
-from wellposed.run_records import read_run, summarise
+from wellposed.run_records import of_blocks, read_run, summarise
 from wellposed.study_records import RECORDS, SUMMARY, RunRecord, claim_from_dict, sentence
 from wellposed.study_records import read as read_records
 
@@ -45,6 +45,15 @@ class DamagedError(ValueError):
     def __init__(self, path: Path, what: str) -> None:
         self.damage = Damage(str(path), what)
         super().__init__(str(self.damage))
+
+
+@contextlib.contextmanager
+def needed(path: Path, what: str, *errors: type[Exception]) -> Iterator[None]:
+    """What is read inside must be right; else ``what`` says in words what was expected, around {error}."""
+    try:
+        yield
+    except errors as error:
+        raise DamagedError(path, what.format(error=error)) from error
 
 
 def json_object(path: Path, found: list[Damage]) -> dict[str, Any]:
@@ -170,19 +179,16 @@ def _read(path: Path) -> Found:
 
 def read_diagnosis(path: Path) -> Subject:
     """A file of ``Diagnosis.to_json``."""
-    try:
+    what = "expected a diagnosis as JSON ({error}); wellposed diagnose --out writes one."
+    with needed(path, what, ValueError, TypeError):
         records, about = read_json(path)
         name = path.parent.resolve().name if path.name == DIAGNOSIS else path.stem
         return diagnosis_subject(records, about, name)
-    except (ValueError, TypeError) as error:
-        raise DamagedError(
-            path, f"expected a diagnosis as JSON ({error}); wellposed diagnose --out writes one."
-        ) from error
 
 
 def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name: str = "") -> Subject:
     """The subject of a diagnosis that is at hand."""
-    model, edited = str(about.get("model", "model")), _edited(about)
+    model, (words, calls) = str(about.get("model", "model")), _edits_of(about)
     known = {
         "model": model,
         "weights": about.get("weights"),
@@ -197,8 +203,8 @@ def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name:
     return Subject(
         name=name or model,
         kind="diagnosis",
-        edits=_short_edits(edited),
-        calls=tuple((edit["edit"], edit["where"]) for edit in edited),
+        edits=words,
+        calls=calls,
         key=(model, "diagnosis"),
         records=tuple(records),
         measured_on=f"a diagnosis of {about.get('images', 'some')} images",
@@ -211,27 +217,31 @@ def diagnosis_subject(records: Sequence[Record], about: Mapping[str, Any], name:
 
 def read_run_folder(folder: Path) -> Found:
     """A run, with the diagnosis that lies next to its numbers if there is one."""
-    try:
+    what = "expected the files of a run, got other values in them ({error}); it is skipped."
+    with needed(folder, what, TypeError, AttributeError, KeyError, IndexError):
         return _run_folder(folder)
-    except (TypeError, AttributeError, KeyError, IndexError) as error:
-        raise DamagedError(
-            folder, f"expected the files of a run, got other values in them ({error}); it is skipped."
-        ) from error
 
 
 def _run_folder(folder: Path) -> Found:
-    (lines, summary), recipe = _run(folder), _recipe(folder / "recipe.toml")
+    lines, path = read_run(folder), folder / "recipe.toml"
+    what = "expected the numbers of a run ({error}); without them it is skipped."
+    with needed(folder / RUN, what, TypeError, ValueError):
+        summary = summarise(lines)
+    with needed(
+        path, "expected the recipe of a run as TOML ({error}); without it the run is skipped.", ValueError
+    ):
+        recipe = parse_toml(read_bytes(path).decode()) if path.is_file() else {}
     damage = torn_lines(folder / RUN, (line["line"] for line in lines if line["event"] == "torn"))
     result = json_object(folder / "result.json", damage)
     updates = next((line["updates"] for line in lines if line.get("updates")), None)
     epochs = recipe.get("epochs")
     if updates and epochs:
         lines = [{**line, "epoch": line.get("update", 0) * epochs / updates} for line in lines]
-    records, measured_on, jacobians = _monitored(lines), _monitored_on(lines), ()
+    measured = _monitored(lines)
     try:
         if (folder / DIAGNOSIS).is_file():
             diagnosed = read_diagnosis(folder / DIAGNOSIS)
-            records, measured_on, jacobians = diagnosed.records, diagnosed.measured_on, diagnosed.jacobians  # type: ignore[assignment]
+            measured = {name: getattr(diagnosed, name) for name in ("records", "measured_on", "jacobians")}
     except DamagedError as error:
         damage.append(error.damage)
     graying = None
@@ -264,9 +274,7 @@ def _run_folder(folder: Path) -> Found:
         lines=lines,
         summary=summary,
         state=state,
-        records=records,
-        measured_on=measured_on,
-        jacobians=jacobians,
+        **measured,
         provenance=fields | environment_text(environment) | whole,
         notes=tuple(str(line["text"]) for line in lines if line["event"] == "warning" and "text" in line),
         graying=graying,
@@ -274,19 +282,8 @@ def _run_folder(folder: Path) -> Found:
     return Found([subject], [], damage)
 
 
-def _run(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The lines of a run, and its summary."""
-    lines = read_run(folder)
-    try:
-        return lines, summarise(lines)
-    except (TypeError, ValueError) as error:
-        raise DamagedError(
-            folder / RUN, f"expected the numbers of a run ({error}); without them it is skipped."
-        ) from error
-
-
 def _grouped(subjects: Sequence[Subject]) -> list[Subject]:
-    """Runs of one recipe with several seeds get a group, named by their edits if these tell them apart."""
+    """Runs of one recipe with several seeds get a group, named by their edits if these distinguish them."""
     keys = [
         json.dumps(
             {k: v for k, v in each.recipe.items() if k not in SEED_FIELDS}, sort_keys=True, default=str
@@ -307,76 +304,53 @@ def _grouped(subjects: Sequence[Subject]) -> list[Subject]:
     ]
 
 
-def _monitored(lines: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
-    """The monitor's last look as records."""
-    last: Mapping[str, Any] = next((line for line in reversed(lines) if line["event"] == "monitor"), {})
-    found = []
-    for key, value in last.items():
-        measure, _, place = key.partition("/")
-        block, _, position = place.partition("/")
-        is_told = measure in ("kappa", "entropy") and block.isdigit() and not key.endswith(AT_LEAST)
-        if is_told and finite(value) is not None:
-            status: Status = "at least" if last.get(key + AT_LEAST) else "ok"
-            record = Record(measure=measure, value=value, block=int(block), position=position, status=status)
-            found.append(record)
-    return tuple(found)
-
-
-def _monitored_on(lines: Sequence[Mapping[str, Any]]) -> str:
+def _monitored(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The monitor's last look: fields of a subject."""
     last = next((line for line in reversed(lines) if line["event"] == "monitor"), None)
-    return "" if last is None else f"the monitor's last look, at update {last.get('update')}"
+    if last is None:
+        return {}
+    found = []
+    for measure in ("kappa", "entropy"):
+        for (block, position), (value, is_bound) in of_blocks(last, measure).items():
+            if finite(value) is not None:
+                status: Status = "at least" if is_bound else "ok"
+                where: dict[str, Any] = {"block": block, "position": position, "status": status}
+                found.append(Record(measure=measure, value=value, **where))
+    said = f"the monitor's last look, at update {last.get('update')}"
+    return {"records": tuple(found), "measured_on": said}
 
 
 def _jacobians(records: Sequence[Record]) -> tuple[JacobianCurve, ...]:
-    found = []
-    for record in records:
-        if record.measure == "jacobian kappa" and record.curve and record.curve[0] > 0:
-            panel = f"block {record.block}, {record.position}"
-            values = tuple(value / record.curve[0] for value in record.curve)
-            curve = {"line": "", "eps": None, "image": 0, "points": len(values), "values": values}
-            found.append(JacobianCurve(panel=panel, **curve))  # type: ignore[arg-type]
-    return tuple(found)
-
-
-_OF_AN_EDIT = ("edit", "where", "module", "detail")
-
-
-def _edited(about: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The edits of a diagnosed model; versions before 0.2.0 wrote each as one text."""
-    texts = [str(edit).split(" ", 3) for edit in about.get("edits", [])]
-    edits = about.get("edited", [dict(zip(_OF_AN_EDIT, text, strict=False)) for text in texts])
-    return [{name: str(edit.get(name, "")) for name in _OF_AN_EDIT} for edit in edits]
-
-
-def _short_edits(edits: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
-    """Edits of a kind at several blocks as one."""
-    kinds: dict[str, list[Mapping[str, str]]] = {}
-    for edit in edits:
-        kinds.setdefault(f"{edit['edit']} {edit['where']}".strip(), []).append(edit)
     return tuple(
-        _rounded(
-            " ".join(filter(None, same[0].values()))
-            if len(same) == 1
-            else f"{kind} in {len(same)} places: {same[0]['detail']}"
+        JacobianCurve(
+            panel=f"block {record.block}, {record.position}",
+            points=len(record.curve),
+            values=tuple(value / record.curve[0] for value in record.curve),
         )
-        for kind, same in kinds.items()
+        for record in records
+        if record.measure == "jacobian kappa" and record.curve and record.curve[0] > 0
     )
 
 
-def _rounded(text: str) -> str:
-    """Long fractions to four digits."""
-    return re.sub(r"\d*\.\d{6,}", lambda number: f"{float(number[0]):.4g}", text)
+def _edits_of(about: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """The edits of a diagnosed model in words, those of a kind at several blocks as one, and as calls.
 
-
-def _recipe(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return parse_toml(read_bytes(path).decode())
-    except ValueError as error:
-        raise DamagedError(
-            path, f"expected the recipe of a run as TOML ({error}); without it the run is skipped."
-        ) from error
+    Versions before 0.2.0 wrote each as a text, which is shown as it is.
+    """
+    if "edited" not in about:
+        return tuple(map(str, about.get("edits", []))), ()
+    names = ("edit", "where", "module", "detail")
+    alike: dict[tuple[str, str], list[list[str]]] = {}
+    for edit in about["edited"]:
+        fields = [str(edit.get(name, "")) for name in names]
+        alike.setdefault((fields[0], fields[1]), []).append(fields)
+    words = (
+        " ".join(filter(None, own[0]))
+        if len(own) == 1
+        else f"{' '.join(filter(None, call))} in {len(own)} places: {own[0][-1]}"
+        for call, own in alike.items()
+    )
+    return tuple(words), tuple(alike)
 
 
 _JACOBIAN = "jacobian spectrum"
@@ -398,7 +372,9 @@ def read_study(folder: Path) -> Found:
     several = len({run.data for run in shown}) > 1
     subjects = [_study_subject(run, summary, study, several) for run in shown]
     if ledger.measured:
-        subjects.append(_without_run(ledger.measured, summary, study))
+        name = f"study {study}"
+        measured = _measured_in(ledger.measured, summary, study, study) | {"measured_on": name}
+        subjects.append(Subject(name=name, kind="diagnosis", key=(study,), **measured))
     if not (summary or ledger.strange):  # a summary that cannot be read concludes nothing
         return Found(subjects, [], damage)
     return Found(subjects, [_conclusion(study, summary, ledger.strange)], damage)
@@ -424,6 +400,8 @@ def _study_subject(run: RunRecord, summary: Mapping[str, Any], study: str, sever
     ended = {**run.result, "finished": run.state == "finished"}
     state = state_in_words(ended, run.state)
     known = {"data": run.data, "seed": str(run.seed), "state": state}
+    measured = _measured_in(run.measured, summary, study, run.label)
+    measured["provenance"] |= known | {f"recipe: {key}": str(value) for key, value in recipe.items()}
     return Subject(
         name=f"{study}: {label}, seed {run.seed}",
         group=f"{study}: {label}",
@@ -436,27 +414,23 @@ def _study_subject(run: RunRecord, summary: Mapping[str, Any], study: str, sever
         lines=[event for point in run.curve for event in _events(point)],
         summary=ended,
         state=state,
-        records=_study_records(run.measured),
-        measured_on=f"study {study}, {_weights(run.measured)} weights" if run.measured else "",
-        jacobians=_study_jacobians(run.measured, run.label),
-        provenance=_study_provenance(summary, study)
-        | known
-        | {f"recipe: {key}": str(value) for key, value in recipe.items()},
-        notes=tuple(map(str, summary.get("notes", []))),
+        **measured,
     )
 
 
-def _without_run(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], study: str) -> Subject:
-    return Subject(
-        name=f"study {study}",
-        kind="diagnosis",
-        key=(study,),
-        records=_study_records(rows),
-        measured_on=f"study {study}",
-        jacobians=_study_jacobians(rows, study),
-        provenance=_study_provenance(summary, study),
-        notes=tuple(map(str, summary.get("notes", []))),
-    )
+def _measured_in(
+    rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], study: str, label: str
+) -> dict[str, Any]:
+    """Fields of a subject: what a study measured, and how."""
+    surroundings = summary.get("environments") or [{}]
+    known = {"study": study, "command": str(summary.get("command", ""))}
+    return {
+        "records": _study_records(rows),
+        "measured_on": f"study {study}, {_weights(rows)} weights" if rows else "",
+        "jacobians": _study_jacobians(rows, label),
+        "provenance": known | environment_text(surroundings[-1]),
+        "notes": tuple(map(str, summary.get("notes", []))),
+    }
 
 
 def _events(point: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -500,9 +474,3 @@ def _study_jacobians(rows: Sequence[Mapping[str, Any]], label: str) -> tuple[Jac
                 )
             )
     return tuple(found)
-
-
-def _study_provenance(summary: Mapping[str, Any], study: str) -> dict[str, str]:
-    known = {"study": study, "command": str(summary.get("command", ""))}
-    surroundings = summary.get("environments") or [{}]
-    return known | environment_text(surroundings[-1])

@@ -1,5 +1,6 @@
 """What a report is about: runs and diagnoses in one form, whatever files they came from."""
 
+import math
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -78,9 +79,9 @@ class JacobianCurve:
     """
 
     panel: str
-    line: str
-    eps: float | None
-    image: int
+    line: str = ""
+    eps: float | None = None
+    image: int = 0
     points: int
     values: tuple[float, ...]
 
@@ -96,7 +97,7 @@ class Subject:
         seed: of a run.
         edits: in words; none for the plain model.
         calls: the same as functions, each with its place.
-        key: of what else must be equal to tell what the edits changed: model and data.
+        key: of what else must be equal to see what the edits changed: model and data.
         recipe: of a run, plain values.
         lines: of ``run.jsonl`` that count; each has ``epoch`` where it is known.
         summary: as :func:`wellposed.run_records.summarise` gives it; empty for a diagnosis.
@@ -134,6 +135,11 @@ class Subject:
 
     def select(self, measure: str) -> list[Record]:
         return [record for record in self.records if record.measure == measure]
+
+    def kappas(self) -> list[Record]:
+        """Of the blocks' tokens, those that are known."""
+        known = (r for r in self.select("kappa") if r.head is None and r.block is not None)
+        return [r for r in known if r.value is not None and 0 < r.value < math.inf]
 
     @property
     def counts(self) -> bool:
@@ -199,10 +205,7 @@ class Material:
 
     def variants(self) -> dict[str, list[Subject]]:
         """What is summarised together."""
-        found: dict[str, list[Subject]] = {}
-        for subject in self.subjects:
-            found.setdefault(subject.variant, []).append(subject)
-        return found
+        return self._by("variant")
 
     def one_of_each(self) -> "Material":
         """Of each variant its first run, one that is finished before one that is not."""
@@ -210,9 +213,13 @@ class Material:
         return replace(self, subjects=tuple(each for each in self.subjects if each.name in chosen))
 
     def groups(self) -> dict[str, list[Subject]]:
+        """Runs of one recipe, finished or not."""
+        return self._by("group")
+
+    def _by(self, name: str) -> dict[str, list[Subject]]:
         found: dict[str, list[Subject]] = {}
         for subject in self.subjects:
-            found.setdefault(subject.group, []).append(subject)
+            found.setdefault(getattr(subject, name), []).append(subject)
         return found
 
 
