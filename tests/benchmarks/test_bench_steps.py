@@ -145,6 +145,7 @@ def test_a_model_that_runs_the_code_of_another_is_told(monkeypatch) -> None:
     monkeypatch.setattr(steps, "many_programs", contextlib.nullcontext)
     # An edit that leaves no mark on the class, as a hook by hand would be.
     monkeypatch.setattr("wellposed.surgery.insertion.mark", lambda module: None)
+    monkeypatch.setattr("wellposed.surgery.padding.mark", lambda module: None)
     (results,) = measure_steps(replace(RECIPE, compile=True), ["cb"], CPU, rounds=1, updates=1)
     assert "compiled nothing of its own" in results["cb"].failure
     assert results["plain"].seconds

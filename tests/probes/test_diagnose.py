@@ -68,7 +68,7 @@ def test_everything_on_one_model() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("what", EVERYTHING)
+@pytest.mark.parametrize("what", [each for each in EVERYTHING if each != "weights"])  # they need no pass
 def test_as_found_after_an_error(what: str, error: type[BaseException]) -> None:
     model, x = small_vit().train(), VIT.input(2)
     wp.gray_tokens(model, 0.9, "dct")

@@ -111,7 +111,8 @@ def test_what_only_hooks_of_the_traced_module_do_is_not_lost(make, edit) -> None
             create_feature_extractor(twin, ["mlp"])
     assert "Block(" in repr(model)
     assert torch.equal(torch.fx.symbolic_trace(nn.Sequential(model))(x), expected)
-    assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(exported(x), expected, rtol=1e-5, atol=1e-6)  # graying takes other products
     wp.restore(model)
     torch.fx.symbolic_trace(model)
 

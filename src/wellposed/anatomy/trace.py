@@ -165,7 +165,9 @@ class _Recorder(TorchFunctionMode):
         if not outputs:
             return result
         op = self._record(name, before, args, kwargs)
-        op.outputs = tuple(self._output(x, op) for x in outputs)
+        wholes: list[int] = []
+        op.outputs = tuple(self._output(x, op, wholes) for x in outputs)
+        op.outputs += tuple(wholes)
         if name in ADDS or name in HIDDEN_ADDS:
             op.spot = _spot()
         return result
@@ -212,12 +214,14 @@ class _Recorder(TorchFunctionMode):
         op.outputs = (self._new(tensor, op.index),)
         return op.outputs[0]
 
-    def _output(self, tensor: Tensor, op: Op) -> int:
+    def _output(self, tensor: Tensor, op: Op, wholes: list[int]) -> int:
+        """The value of a result; ``wholes`` gets that of the tensor that the result was written into."""
         base = tensor._base
         in_place = op.name.endswith("_") and not op.name.endswith("__")
+        in_place |= op.given[1].get("out") is not None
         changed = in_place or op.name in ("__iadd__", "__imul__", "__setitem__")
         if changed and base is not None and id(base) in self._known:
-            self._new(base, op.index)  # what the tensor is a part of has changed too
+            wholes.append(self._new(base, op.index))  # what the tensor is a part of has changed too
         return self._new(tensor, op.index)
 
     def _new(self, tensor: Tensor, maker: int | None, *, learned: bool = False) -> int:

@@ -50,7 +50,7 @@ def row_entropy(p: Tensor, keys: Tensor | None = None) -> Tensor:
         return torch.full_like(p[..., 0], math.nan, dtype=torch.float64)
     p = p.double()
     # As torch.special.entr, whose loop on a CPU is slower; a weight of 0 adds 0.
-    entropy = -(p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(-1)
+    entropy = (p * -p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(-1)
     if keys is None:
         return entropy / math.log(p.shape[-1])
     return torch.where(keys > 1, entropy / keys.clamp(min=2).double().log(), math.nan)
