@@ -286,7 +286,25 @@ BROADCASTING = [
         "denser rows have a steeper softmax by the nuclear norm (trace)",
     ),
 ]
-TABLES = {"skips": SKIPS, "graying": GRAYING, "broadcasting": BROADCASTING}
+PLAIN = "none, learning rate 0.001"
+REMEDIES = [
+    *accuracy("Muon", "remedies", "Muon, learning rate 0.005", PLAIN, **BRIEF),
+    *accuracy("spectral graying 0.7", "remedies", "spectral graying, learning rate 0.001", PLAIN, **BRIEF),
+    *accuracy("DCT graying 0.95", "remedies", "DCT graying, learning rate 0.002", PLAIN, **BRIEF),
+    *accuracy("CB", "remedies", "CB, learning rate 0.002", PLAIN, **BRIEF),
+    *accuracy("normalised weights", "remedies", "normalise_spectrum, learning rate 0.001", PLAIN, **BRIEF),
+    *accuracy(
+        "mimetic initialisation", "remedies", "mimetic initialisation, learning rate 0.001", PLAIN, **BRIEF
+    ),
+    *accuracy(
+        "skipless initialisation", "remedies", "skipless initialisation, learning rate 0.002", PLAIN, **BRIEF
+    ),
+    *accuracy("conditioned tokens", "remedies", "condition, learning rate 0.002", PLAIN, **BRIEF),
+    *accuracy(
+        "conditioned weights (10 I)", "remedies", "condition_weights, learning rate 0.004", PLAIN, **BRIEF
+    ),
+]
+TABLES = {"skips": SKIPS, "graying": GRAYING, "broadcasting": BROADCASTING, "remedies": REMEDIES}
 
 
 def claim_of(line: Line) -> Claim:
